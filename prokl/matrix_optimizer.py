@@ -244,7 +244,7 @@ class MatrixOptimizer(Optimizer):
         if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
         self.engine.offload(home)
-        for weight in () if self._division is None else self._division.divided():
+        for weight in () if self._division is None else self._division.weights.values():
             weight.free()
 
     def skipped(self) -> dict[str, int]:

@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prokl.distributed.blocks import Block, blocks, check_placements, homes, rows, whole_block
-from prokl.distributed.ownership import Home, Work, divide
-from prokl.distributed.weights import Divided
+from prokl.distributed.ownership import Home, divide
+from prokl.distributed.weights import LocalWeight
 
 SHAPES = [(12, 8), (5, 8), (1, 3), (7, 6, 5), (4, 3, 3, 2)]
 # Every shape on one dimension of ranks; of more dimensions each shape meets one mesh, as they cut one after another.
@@ -74,9 +74,9 @@ def test_blocks_meet_and_lie_within_each_other():
 
 
 def test_a_matrix_has_a_home_where_it_lies_whole():
-    everywhere = blocks((5, 4), (3,), (Replicate(),))
-    assert homes((5, 4), False, everywhere) == (Home(0, 1, (0, 1, 2)),)
-    assert homes((5, 4), False, blocks((5, 4), (3,), (Shard(0),))) == ()
+    everywhere = (Home(0, 1, (0, 1, 2)),)
+    assert homes((5, 4), False, blocks((5, 4), (3,), (Replicate(),))) == everywhere
+    assert homes((5, 4), False, blocks((5, 4), (3,), (Shard(0),))) == everywhere  # it lies whole on none
     assert homes((1, 4), False, blocks((1, 4), (3,), (Shard(0),))) == (Home(0, 1, (0,)),)  # one row, on the first
     # A stack by its first dimension: each rank has its matrices, the last none of five on four.
     assert homes((5, 4, 3), True, blocks((5, 4, 3), (4,), (Shard(0),))) == (
@@ -86,7 +86,7 @@ def test_a_matrix_has_a_home_where_it_lies_whole():
     )
     replicas = blocks((4, 4, 3), (2, 2), (Replicate(), Shard(0)))
     assert homes((4, 4, 3), True, replicas) == (Home(0, 2, (0, 2)), Home(2, 4, (1, 3)))
-    assert homes((4, 4, 3), True, blocks((4, 4, 3), (2,), (Shard(1),))) == ()
+    assert homes((4, 4, 3), True, blocks((4, 4, 3), (2,), (Shard(1),))) == (Home(0, 4, (0, 1)),)
 
 
 def test_a_sum_that_is_still_to_be_made_is_refused():
@@ -102,10 +102,10 @@ def test_ranks_with_copies_of_shards_send_equal_amounts():
     held = list(blocks(shape, (world // node, node), (Replicate(), Shard(0))))
     found = homes(shape, False, held)
     sent = [0] * world
-    for parts in divide([Work(1, 1.0, found)] * world, [0.0] * world):
-        own = Divided(torch.empty(shape, device="meta"), SimpleNamespace(size=world, index=-1), parts, held, False)
-        for block, part, sender, holders in own.routes():
-            elements = math.prod(block.shape)
-            sent[part.owner] += elements * (sender != part.owner)
-            sent[sender] += 2 * elements * (sender != part.owner) + elements * (len(holders) - 1)
+    for parts in divide([(1.0, found)] * world, [0.0] * world):
+        team = SimpleNamespace(size=world, index=-1)
+        for transfer in LocalWeight(torch.empty(shape, device="meta"), team, parts, held).transfers():
+            elements, owner, sender = math.prod(transfer.block.shape), transfer.part.owner, transfer.sender
+            sent[owner] += elements * (sender != owner)
+            sent[sender] += 2 * elements * (sender != owner) + elements * (len(transfer.holders) - 1)
     assert max(sent) <= 1.05 * sum(sent) / world

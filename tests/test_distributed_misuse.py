@@ -75,7 +75,7 @@ def offload(run, call):
     run.optimizer.offload()
     own = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     assert not any(v._is_view() for v in own)
-    divided = () if run.optimizer._division is None else run.optimizer._division.divided()
+    divided = () if run.optimizer._division is None else run.optimizer._division.weights.values()
     assert not any(w.own_memory and w.stand_in.untyped_storage().nbytes() for w in divided)
     return ()
 

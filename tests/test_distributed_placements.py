@@ -255,7 +255,7 @@ def step_bytes(how, shapes):
     run = Run(how, shapes=shapes).train(0, 2)  # which divides the weights
     with Traffic() as traffic:
         run.train(2, 3)
-    owned = sum(w.stand_in.nbytes for w in run.optimizer._division.divided() if w.stand_in is not None)
+    owned = sum(w.stand_in.nbytes for w in run.optimizer._division.weights.values() if w.mine)
     return traffic.sent, traffic.received, owned
 
 

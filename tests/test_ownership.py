@@ -5,26 +5,31 @@ from collections import Counter
 
 import pytest
 
-from prokl.distributed.ownership import Home, Part, Work, divide
+from prokl.distributed.ownership import Home, Part, divide
+
+
+def anywhere(count, cost, world):
+    """A weight of ``count`` matrices, of which every rank has a copy."""
+    return cost, (Home(0, count, tuple(range(world))),)
 
 
 def loads_of(weights, parts, world):
     loads = [0.0] * world
-    for weight, own in zip(weights, parts, strict=True):
+    for (cost, _), own in zip(weights, parts, strict=True):
         for part in own:
-            loads[part.owner] += weight.cost * (part.stop - part.start)
+            loads[part.owner] += cost * (part.stop - part.start)
     return loads
 
 
 def test_small_cases_by_hand():
-    assert divide([Work(1, c) for c in (5.0, 3.0, 3.0, 2.0)], [0.0, 0.0]) == [
+    assert divide([anywhere(1, c, 2) for c in (5.0, 3.0, 3.0, 2.0)], [0.0, 0.0]) == [
         (Part(0, 1, 0),),
         (Part(0, 1, 1),),
         (Part(0, 1, 1),),
         (Part(0, 1, 0),),
     ]
-    assert divide([Work(5, 1.0)], [0.0, 0.0]) == [(Part(0, 2, 1), Part(2, 5, 0))]  # the longer run first
-    assert divide([Work(2, 1.0)], [4.0, 0.0, 0.0]) == [(Part(0, 1, 1), Part(1, 2, 2))]
+    assert divide([anywhere(5, 1.0, 2)], [0.0, 0.0]) == [(Part(0, 2, 1), Part(2, 5, 0))]  # the longer run first
+    assert divide([anywhere(2, 1.0, 3)], [4.0, 0.0, 0.0]) == [(Part(0, 1, 1), Part(1, 2, 2))]
     assert divide([], [1.0]) == []
 
 
@@ -32,23 +37,24 @@ def test_small_cases_by_hand():
 def test_matrices_are_dealt_out_within_grahams_bound(seed):
     rng = random.Random(seed)
     world, largest = rng.randint(1, 9), rng.choice([1, 20])
-    weights = [Work(rng.randint(1, largest), rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
+    drawn = [(rng.randint(1, largest), rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
+    weights = [anywhere(count, cost, world) for count, cost in drawn]
     loads = [0.0] * world
     parts = divide(weights, loads)
     assert loads == pytest.approx(loads_of(weights, parts, world))
-    for weight, own in zip(weights, parts, strict=True):
-        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])] and own[-1].stop == weight.count
-        assert len(own) == min(weight.count, world) == len({part.owner for part in own})
+    for (count, _), own in zip(drawn, parts, strict=True):
+        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])] and own[-1].stop == count
+        assert len(own) == min(count, world) == len({part.owner for part in own})
         sizes = [part.stop - part.start for part in own]
         assert max(sizes) - min(sizes) <= 1
     # Two lower bounds of the best largest load: the mean, and the longest job.
-    best = max(sum(loads) / world, max(w.cost for w in weights))
+    best = max(sum(loads) / world, max(cost for _, cost in drawn))
     # Graham (1969): (4/3 - 1/(3 world)) of the best, which may be up to a job beyond these lower bounds.
-    assert largest > 1 or max(loads) <= best + max(w.cost for w in weights) * (1 - 1 / world)
+    assert largest > 1 or max(loads) <= best + max(cost for _, cost in drawn) * (1 - 1 / world)
 
 
 def test_equal_shapes_are_dealt_evenly():
-    parts = divide([Work(1, 3.0)] * 10 + [Work(1, 1.0)] * 6, [0.0] * 4)
+    parts = divide([anywhere(1, 3.0, 4)] * 10 + [anywhere(1, 1.0, 4)] * 6, [0.0] * 4)
     owners = Counter(own[0].owner for own in parts[:10])
     assert sorted(owners.values()) == [2, 2, 3, 3]
     assert len({own[0].owner for own in parts[10:]}) >= 2
@@ -56,39 +62,38 @@ def test_equal_shapes_are_dealt_evenly():
 
 def test_small_stacks_are_spread_over_the_ranks():
     loads = [0.0] * 16
-    divide([Work(4, 1.0)] * 8, loads)
+    divide([anywhere(4, 1.0, 16)] * 8, loads)
     assert loads == [2.0] * 16
 
 
 def test_what_lies_whole_somewhere_is_owned_there():
     homes = (Home(0, 3, (0, 2)), Home(3, 6, (1, 3)))
-    parts = divide([Work(6, 1.0, homes)] * 4, [0.0] * 4)
+    weights = [(1.0, homes)] * 4
+    parts = divide(weights, [0.0] * 4)
     assert all({part.owner for part in own} == {0, 1, 2, 3} for own in parts)
     assert all(part.owner in ((0, 2), (1, 3))[part.start >= 3] for own in parts for part in own)
-    assert loads_of([Work(6, 1.0)] * 4, parts, 4) == [6.0] * 4
-    everywhere = Work(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
-    assert divide([everywhere], [0.0] * 4) == divide([Work(6, 1.0)], [0.0] * 4)
+    assert loads_of(weights, parts, 4) == [6.0] * 4
 
 
 def test_a_few_ranks_that_hold_everything_get_help():
     """An example is 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
     homes = tuple(Home(i, i + 1, (i,)) for i in range(4))
     loads = [0.0] * 16
-    parts = divide([Work(4, 1.0, homes)] * 12, loads)
+    parts = divide([(1.0, homes)] * 12, loads)
     assert max(loads) <= 4 / 3 * sum(loads) / 16 and min(loads) > 0
     at_home = [part for own in parts for part in own if part.owner == part.start]
     assert len(at_home) == 4 * 4  # as many as fit
     assert all(len({part.owner for part in own}) == 4 for own in parts)
     # Where nobody has more than a fair share, nothing moves: five experts on four ranks.
     uneven = (Home(0, 2, (0,)), Home(2, 4, (1,)), Home(4, 5, (2,)))
-    assert divide([Work(5, 1.0, uneven)], [0.0] * 4) == [(Part(0, 2, 0), Part(2, 4, 1), Part(4, 5, 2))]
+    assert divide([(1.0, uneven)], [0.0] * 4) == [(Part(0, 2, 0), Part(2, 4, 1), Part(4, 5, 2))]
 
 
 def test_weights_that_come_later_change_no_owner():
-    first = [Work(1, float(c)) for c in (4, 2, 2, 1, 1)]
+    first = [anywhere(1, float(c), 3) for c in (4, 2, 2, 1, 1)]
     loads = [0.0] * 3
     before = divide(first, loads)
     again = [0.0] * 3
     assert divide(first, again) == before
-    later = divide([Work(1, 3.0)], loads)
+    later = divide([anywhere(1, 3.0, 3)], loads)
     assert later[0][0].owner == min(range(3), key=lambda rank: again[rank])

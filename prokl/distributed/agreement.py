@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from torch import Tensor
 
-from prokl.distributed.team import Team, Teams
-from prokl.distributed.weights import Divided, Undivided
+from prokl.distributed.team import Team
+from prokl.distributed.weights import LocalWeight
 from prokl.engine.weights import Weight, may_move
 
 
 def compare(
-    teams: Teams, ours: Sequence[Weight], weights: Mapping[Tensor, Divided | Undivided], failure: Exception | None
+    teams: Collection[Team], ours: Sequence[Weight], weights: Mapping[Tensor, LocalWeight], failure: Exception | None
 ) -> None:
     """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""
     for team in teams:
@@ -36,17 +36,16 @@ def compare(
         raise failure
 
 
-def _shared_by(
-    team: Team, ours: Iterable[Weight], weights: Mapping[Tensor, Divided | Undivided]
-) -> list[tuple[str, str]]:
+def _shared_by(team: Team, ours: Iterable[Weight], weights: Mapping[Tensor, LocalWeight]) -> list[tuple[str, str]]:
     """Return what the ranks of a team must have alike of each weight: what it is, and who owns what of it."""
     lines = []
     for one in ours:
         p, weight = one.p, weights[one.p]
-        if isinstance(weight, Divided) and weight.team is team:
+        if weight.team is team:
             moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
-            plain = not one.transposed and one.split is None
-            read = "" if plain else f", transposed={one.transposed}, split={one.split}"
+            read = (
+                f", transposed={one.transposed}, split={one.split}" if one.transposed or one.split is not None else ""
+            )
             owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
             lines.append((f"{one.name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {one.group_index}", owned))
     return lines

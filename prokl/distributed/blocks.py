@@ -32,13 +32,9 @@ class Block:
         return 0 in self.shape
 
     def meet(self, other: Block) -> Block:
-        """Return what both have."""
+        """Return what both have, which may be empty."""
         pairs = zip(self.bounds, other.bounds, strict=True)
         return Block(tuple((low := max(a, c), max(low, min(b, d))) for (a, b), (c, d) in pairs))
-
-    def overlaps(self, other: Block) -> bool:
-        """Return True if both have some element."""
-        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
 
     def within(self, outer: Block) -> tuple[slice, ...]:
         """Return the index of this block in a tensor that holds ``outer``."""
@@ -105,18 +101,17 @@ def holders(held: Sequence[Block]) -> dict[Block, tuple[int, ...]]:
 
 
 def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[Home, ...]:
-    """Return where the matrices of a weight lie whole; empty unless all of them do.
+    """Return where the matrices of a weight lie whole, in order; all ranks for all of them unless each lies somewhere.
 
     Args:
         shape: of the weight. stacked: whether its first dimension counts matrices. held: the block of every rank.
     """
     count = shape[0] if stacked else 1
     sides = whole_block(shape).bounds[1 if stacked else 0 :]
-    sorted_homes = sorted(
+    found = sorted(
         Home(*(block.bounds[0] if stacked else (0, 1)), ranks)
         for block, ranks in holders(held).items()
         if not block.empty and block.bounds[1 if stacked else 0 :] == sides
     )
-    ends = [0, *(home.stop for home in sorted_homes)]
-    complete = [home.start for home in sorted_homes] == ends[:-1] and ends[-1] == count
-    return tuple(sorted_homes) if complete else ()
+    complete = [0, *(home.stop for home in found)] == [*(home.start for home in found), count]
+    return tuple(found) if complete else (Home(0, count, tuple(range(len(held)))),)

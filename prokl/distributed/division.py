@@ -21,11 +21,11 @@ from prokl.algorithm.settings import plain
 from prokl.backends.io import Member
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
-from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole_block
-from prokl.distributed.ownership import Part, Work, divide
-from prokl.distributed.team import Team, Teams, as_group
-from prokl.distributed.waves import Waves
-from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.distributed.blocks import Block, blocks, check_placements, chunk, homes, whole_block
+from prokl.distributed.ownership import Part, divide
+from prokl.distributed.team import Team, team_of
+from prokl.distributed.waves import Wave, step_in_waves, waves_of
+from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine
 from prokl.engine.validation import check_gradient, check_names
@@ -41,13 +41,12 @@ class Division:
     """
 
     def __init__(self, outer: Engine, process_group: Any) -> None:
-        self.teams = Teams()
-        self.of_plain = None if process_group is None else as_group(process_group, self.teams)
+        self.teams: dict[tuple[int, ...], Team] = {}
+        self.of_plain = None if process_group is None else team_of(process_group, self.teams)
         self.engine = Engine(outer.method, outer.defaults, outer.title)
         self.engine.adamw.apart, self.engine.told = True, outer.told
-        self.weights: dict[Tensor, Divided | Undivided] = {}
+        self.weights: dict[Tensor, LocalWeight] = {}
         self.loads: dict[Team, list[float]] = {}
-        self.kinds: dict[Tensor, dict[str, Any]] = {}
         self.broken: str | None = None
         self._layout: Any = None
         # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
@@ -59,7 +58,7 @@ class Division:
     def update(self, outer: Engine) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
-            [_plain(group.get(key)) for key in ("algorithm", *DEFAULTS)]
+            [[*v] if isinstance(v := group.get(key), list) else v for key in ("algorithm", *DEFAULTS)]
             + [(id(p), may_move(p), p.dtype, p.device, p.shape) for p in group["params"]]
             for group in outer.groups
         ]
@@ -73,43 +72,47 @@ class Division:
     def _divide(self, outer: Engine) -> None:
         all_weights = [*weights_of(outer.groups)]
         present = {one.p: _kind(one) for one in all_weights}
-        for p in [p for p in self.weights if present.get(p) != self.kinds[p] and not outer.state.get(p)]:
-            self._drop(p)
+        for p, weight in [*self.weights.items()]:
+            if present.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
+                del self.weights[p]
+                self._exposed.pop(p, None)
+                self.engine.state.pop(weight.stand_in, None)
+                self.engine.first.pop(weight.stand_in, None)  # type: ignore[arg-type]
         outer.inherit(())
-        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.kinds)
-        for weight in self.divided():
+        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}
+        for weight in self.weights.values():
             weight.follow()
         for one in all_weights:
             self._team(one.p)  # all of them, whatever fails on one rank
         failure = None
         try:
             for one in all_weights:
-                self._check_kind(one)
+                self._check_kind(one, present[one.p])
             for index in range(len(outer.groups)):
                 self._assign([one for one in all_weights if one.group_index == index], outer.method)
-            self._make_local_groups(outer)
+            self.engine.groups = self._local_groups(outer.groups)
+            for weight in self.weights.values():
+                if weight.stacked and weight.mine is not None and weight.stand_in is not None:
+                    self.engine.first[weight.stand_in] = weight.mine.start
         except Exception as error:  # the others wait for a word
             failure = error
         try:
-            compare(self.teams, all_weights, self.weights, failure)
+            compare(self.teams.values(), all_weights, self.weights, failure)
         except Exception:
-            self.weights, self.loads, self.kinds = before
+            self.weights, self.loads = before
             raise
-        self._make_waves(all_weights)
+        matrices, of_adamw = [], []
+        for one in all_weights:
+            weight = self.weights[one.p]
+            if weight.parts and may_move(one.p) and one.matrix:
+                matrices.append((weight, {self.engine.shape(one.group, member) for member in one.members()}))
+            elif weight.parts and may_move(one.p):
+                of_adamw.append(weight)
+        self.waves, self.adamw = waves_of(matrices), Wave(of_adamw)
 
-    def _drop(self, p: Tensor) -> None:
-        """Forget a weight without state that is in no group any more, or is another one by now."""
-        stand_in = self.weights.pop(p).stand_in
-        self.kinds.pop(p, None)
-        self._exposed.pop(p, None)
-        if stand_in is not None:
-            self.engine.state.pop(stand_in, None)
-            self.engine.first.pop(stand_in, None)
-
-    def _check_kind(self, one: Weight) -> None:
+    def _check_kind(self, one: Weight, now: dict[str, Any]) -> None:
         """Raise ValueError where a weight with state is not what it was when its owners were found."""
-        now = _kind(one)
-        before = self.kinds.setdefault(one.p, now)
+        before = self.weights[one.p].kind if one.p in self.weights else now
         changed = [key for key, value in now.items() if value != before[key]]
         if changed:
             is_now, was = (", ".join(f"{key}={kind[key]!r}" for key in changed) for kind in (now, before))
@@ -118,55 +121,49 @@ class Division:
                 "optimizer.state.pop(p) on all ranks, to begin anew."
             )
 
-    def tell(self, failure: Exception | None) -> Exception | None:
-        """Tell all ranks of a failure, and return it, or what another rank told."""
+    def agree(self, failure: Exception | None) -> None:
+        """Raise a failure on all ranks of whichever has one."""
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for team in self.teams:
+        for team in self.teams.values():
             for rank, other in zip(team.ranks, team.gathered(message), strict=True):
                 if other is not None and failure is None:
                     failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
-        return failure
-
-    def agree(self, failure: Exception | None) -> None:
-        """Raise a failure on all ranks of whichever has one."""
-        failure = self.tell(failure)
         if failure is not None:
             raise failure
 
     def _team(self, p: Tensor) -> Team | None:
-        return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
+        return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
     def _assign(self, group_weights: Sequence[Weight], method: Method[Any]) -> None:
         """Give every new weight of a group its owners."""
-        new: dict[Team, list[tuple[Tensor, Work, Any, Any]]] = {}
+        new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
         for one in group_weights:
-            p, name, group = one.p, one.name, one.group
+            p = one.p
             if p in self.weights:
                 continue
             team = self._team(p)
             if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
-                self.weights[p] = Undivided.of(p)
+                self.weights[p] = LocalWeight(p, kind=_kind(one))
                 continue
-            held = self._held(p, name, team)
-            if not one.matrix:
-                self.weights[p] = Divided(p, team, _row_parts(p.shape[0], team.size), held, stacked=True)
-                continue
-            check_reading(one)
-            stacked = p.ndim == 3
-            cost = sum(matrix_cost(member, method, group) for member in one.members())  # of one matrix of a stack
-            count = p.shape[0] if stacked else 1
-            shapes = tuple(member.shape for member in one.members())
-            new.setdefault(team, []).append((p, Work(count, cost, homes(p.shape, stacked, held)), held, shapes))
+            held = self._held(p, one.name, team)
+            if one.matrix:
+                check_reading(one)
+                cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
+                new.setdefault(team, []).append((one, cost, held))
+            else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
+                parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
+                self.weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
         for team, entries in new.items():
             loads = self.loads.setdefault(team, [0.0] * team.size)
             for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
-                dealt = [entry for entry in entries if may_move(entry[0]) == moves]
-                owned = divide([weight for _, weight, _, _ in dealt], loads)
-                for (p, _, held, shapes), parts in zip(dealt, owned, strict=True):
-                    self.weights[p] = Divided(p, team, parts, held, p.ndim == 3, shapes)
+                dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
+                owned = divide([(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt], loads)
+                for (one, _, held), parts in zip(dealt, owned, strict=True):
+                    shapes = tuple(member.shape for member in one.members())
+                    self.weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
 
     @staticmethod
-    def _held(p: Tensor, name: str, team: Team) -> list[Any]:
+    def _held(p: Tensor, name: str, team: Team) -> list[Block]:
         """Return the block of every place of a team."""
         if not is_dtensor(p):
             return [whole_block(p.shape)] * team.size
@@ -176,7 +173,7 @@ class Division:
         by_rank = dict(zip(mesh.mesh.flatten().tolist(), rank_blocks, strict=True))
         return [by_rank[rank] for rank in team.ranks]
 
-    def local_groups(self, groups: Sequence[Group]) -> list[Group]:
+    def _local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
         local = []
         for index, group in enumerate(groups):
@@ -189,21 +186,6 @@ class Division:
                     local_group[key] = [getattr(one, key) for one in stepped]
             local.append(local_group)
         return local
-
-    def _make_local_groups(self, outer: Engine) -> None:
-        self.engine.groups = self.local_groups(outer.groups)
-        for weight in self.divided():
-            if weight.stacked and weight.mine is not None:
-                self.engine.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
-
-    def _make_waves(self, all_weights: Sequence[Weight]) -> None:
-        self.waves = Waves()
-        for one in all_weights:
-            weight = self.weights[one.p]
-            if isinstance(weight, Divided) and may_move(one.p):
-                keys = {self.engine.shape(one.group, member) for member in one.members()} if one.matrix else None
-                self.waves.add(weight, keys)
-        self.waves.connect(self.teams)
 
     def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
@@ -219,19 +201,17 @@ class Division:
         self.update(outer)
         outer.inherit(all_weights)
         for p, entry in self._exposed.items():
-            if outer.state.get(p) is not entry:
-                self._replace_state(p, outer.state.get(p))
-        messages = self._stepped()
-        self.show(outer)
-        return messages
-
-    def _stepped(self) -> list[str]:
+            stand_in, given = self.weights[p].stand_in if p in self.weights else None, outer.state.get(p)
+            if stand_in is not None and given is not entry:  # somebody has put it in the place of this rank's own
+                self.engine.state.pop(stand_in, None)  # without an entry it begins anew
+                if given is not None:
+                    self.engine.state[stand_in] = given
         begun = False
         try:
             for weight in self.weights.values():
                 weight.fill_stand_in()
             work, begun = self.engine.decide(), True
-            return self.waves.step(self.engine, work)
+            messages = step_in_waves(self.engine, work, self.waves, self.adamw)
         except BaseException as error:
             if begun:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -239,6 +219,8 @@ class Division:
         finally:
             for weight in self.weights.values():
                 weight.release()
+        self.show(outer)
+        return messages
 
     def check_unbroken(self, what: str) -> None:
         """Raise RuntimeError where weights and state are of two steps."""
@@ -247,14 +229,6 @@ class Division:
                 f"{what}: the last step of this optimizer broke off ({self.broken}), so some weights and state are of "
                 "this step and some of the one before. Load the last checkpoint of model and optimizer."
             )
-
-    def _replace_state(self, p: Tensor, entry: dict[str, Any] | None) -> None:
-        """Take over an entry that somebody has put in the place of this rank's own; without one it begins anew."""
-        stand_in = self.weights[p].stand_in if p in self.weights else None
-        if stand_in is not None and entry is None:
-            self.engine.state.pop(stand_in, None)
-        elif stand_in is not None and entry is not None:
-            self.engine.state[stand_in] = entry
 
     def show(self, outer: Engine, loaded: Collection[Tensor] = ()) -> None:
         """Give every weight its entry in the optimizer's state: this rank's own, or what says where it is.
@@ -267,7 +241,7 @@ class Division:
             p, weight = one.p, self.weights[one.p]
             entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
             entered = one.matrix and (may_move(p) or p in loaded)
-            if entered and isinstance(weight, Divided) and not entry:
+            if entered and weight.parts and not entry:
                 if weight.stand_in is not None:
                     entry = self.engine.begin(replace(one, p=weight.stand_in))
                 elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
@@ -290,7 +264,7 @@ class Division:
                 continue
             if not one.matrix:
                 exported[i] = states.shards_of_state(weight, exported[i])
-            elif isinstance(weight, Divided):
+            elif weight.parts:
                 # Anew also of what others own: another dtype of a weight is another one of its state.
                 layout = states.layout_of_weight(one, outer.method)
                 entry = {key: v for key, v in exported[i].items() if weight.mine is not None or not is_dtensor(v)}
@@ -305,7 +279,7 @@ class Division:
             yield
         except Exception as error:
             if not self._peers_notified:
-                self.tell(error)
+                self.agree(error)
             raise
 
     def loaded(self, outer: Engine, state: dict[str, Any]) -> dict[Any, Any]:
@@ -332,35 +306,24 @@ class Division:
 
     def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
         """Return what of a loaded state is the stand-ins'; all ranks look at all of it."""
-        local_state: dict[Tensor, dict[str, Any]] = defaultdict(
-            dict
-        )  # as torch's: what has not begun may have no entry
+        local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: some may have no entry
         for one in weights_of(state["param_groups"]):
             weight = self.weights[one.p]
             held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(one.p, {}).items()}
             if held and not one.matrix:
                 held = {key: states.own_shard(weight, value) for key, value in held.items()}
-            elif held and isinstance(weight, Divided):
+            elif held and weight.parts:
                 held = states.own_parts(weight, held, states.layout_of_weight(one, outer.method))
             if held and weight.stand_in is not None:
                 local_state[weight.stand_in] = held
-        groups = self.local_groups(state["param_groups"])
+        groups = self._local_groups(state["param_groups"])
         return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
-
-    def divided(self) -> Iterator[Divided]:
-        """Yield the weights whose matrices are assigned to ranks."""
-        yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))
 
 
 def _kind(one: Weight) -> dict[str, Any]:
     """Return what must stay as it is for a weight to go on with the state that it has."""
-    shape = tuple(one.p.shape)
-    return {
-        "algorithm": one.group["algorithm"],
-        "shape": shape,
-        "transposed": one.transposed,
-        "split": one.split,
-    }
+    reading = {"transposed": one.transposed, "split": one.split}
+    return {"algorithm": one.group["algorithm"], "shape": tuple(one.p.shape), **reading}
 
 
 def matrix_cost(member: Member, method: Method[Any], group: Group) -> float:
@@ -377,12 +340,3 @@ def matrix_cost(member: Member, method: Method[Any], group: Group) -> float:
     newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3) + m * m * n
     refresh = 32 / 3 * m**3 + 2 * m * m * n + 14 / 3 * r**3
     return 2 * (step + newton_schulz) - 4 / 3 * r**3 + refresh / tau
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _row_parts(count: int, world: int) -> tuple[Part, ...]:
-    """Return the rows of each rank as DTensor's Shard(0) has them, some of them none."""
-    return tuple(Part(*chunk(0, count, world, place), place) for place in range(world))

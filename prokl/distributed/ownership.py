@@ -10,7 +10,7 @@ they would have much more to do than others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -30,48 +30,26 @@ class Home(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Work:
-    """A weight as its work is divided.
-
-    Attributes:
-        count: matrices of a stack, which may have several owners; 1 for any other weight.
-        cost: of stepping one matrix, in any unit.
-        homes: where its matrices lie whole, in order and without gaps; empty where none does. These ranks are asked
-            first, as nothing has to be sent to them.
-    """
-
-    count: int
-    cost: float
-    homes: tuple[Home, ...] = ()
-
-    def runs(self, world: int) -> list[Home]:
-        """Return the matrices in runs, each of which gets one owner, with the candidates."""
-        homes = []
-        for first, stop, ranks in self.homes or (Home(0, self.count, tuple(range(world))),):
-            count, cuts = stop - first, min(stop - first, len(ranks))
-            bounds = [first + i * count // cuts for i in range(cuts + 1)]
-            homes += [Home(start, end, ranks) for start, end in zip(bounds, bounds[1:], strict=False)]
-        return homes
-
-
 MAX_LOAD_RATIO = 4 / 3
 """Largest load of a rank over an even one, up to which it takes more of what lies on it: LPT's bound."""
 
 
-def divide(weights: Sequence[Work], loads: list[float]) -> list[tuple[Part, ...]]:
+def divide(weights: Sequence[tuple[float, Sequence[Home]]], loads: list[float]) -> list[tuple[Part, ...]]:
     """Return the parts of each weight.
 
     No rank owns two parts of one weight.
 
     Args:
-        weights: of one group, in its order.
+        weights: of one group, in its order: the cost of stepping one matrix, in any unit, and the homes of all of its
+            matrices, in order and without gaps. Their ranks are asked first, as nothing has to be sent to them.
         loads: costs that each rank has so far; these are added to them.
     """
-    world = len(loads)
-    runs = [
-        (weight.cost * (run.stop - run.start), i, run) for i, weight in enumerate(weights) for run in weight.runs(world)
-    ]
+    world, runs = len(loads), []
+    for i, (cost, homes) in enumerate(weights):
+        for first, stop, ranks in homes:
+            count, cuts = stop - first, min(stop - first, len(ranks))
+            bounds = [first + j * count // cuts for j in range(cuts + 1)]
+            runs += [(cost * (end - start), i, Home(start, end, ranks)) for start, end in pairwise(bounds)]
     costs = [cost for cost, _, _ in runs]
     limit = MAX_LOAD_RATIO * max([(sum(loads) + sum(costs)) / world, *costs])
     parts: list[list[Part]] = [[] for _ in weights]

@@ -88,7 +88,7 @@ class PartOfState(DTensor):
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
         for part in self.parts:
             rows = full[part.start : part.stop] if self.stacked else full
-            if self.mine is not None and part.owner == dist.get_rank(group):
+            if part.owner == dist.get_rank(group):
                 rows.copy_(self._local_tensor)
             dist.broadcast(rows.view(-1).view(torch.uint8), group_src=part.owner, group=group)
         return full
@@ -112,28 +112,24 @@ class PartOfState(DTensor):
         room = getattr(self, "_room", None)
         return self._local_tensor if room is None else room[self.mine[0] : self.mine[1]]  # type: ignore[index]
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return what this rank has of a distributed checkpoint."""
         if self.mine is None:
             return []
-        offsets = [0] * self.ndim
-        if self.stacked:
-            offsets[0] = self.mine[0]
+        offsets = [self.mine[0] if self.stacked and dim == 0 else 0 for dim in range(self.ndim)]
         return [ChunkStorageMetadata(torch.Size(offsets), self._local_tensor.shape)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """Return what this rank writes into a distributed checkpoint."""
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self._local_tensor), self.shape),
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
-            for chunk in self._chunks()
+            for chunk in self.__create_chunk_list__()
         ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what this rank reads from a distributed checkpoint."""
-        return self._chunks()
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
         """Return the only chunk that there can be."""

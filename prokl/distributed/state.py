@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from prokl.algorithm.method import Method
 from prokl.backends.rounding import MASTER, mode_of
-from prokl.distributed.blocks import rows, whole_block
 from prokl.distributed.ownership import Part
-from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import unwrapped
 from prokl.engine.matrix_state import needed
@@ -32,12 +32,17 @@ def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
     return merged
 
 
-def _stacked(weight: Divided, key: str) -> bool:
-    """Return True for state with an entry for every matrix of a stack; its counts of skipped gradients have none."""
-    return weight.stacked and key.partition(".")[0] != "skipped"
+def _parts(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]:
+    """Return whether state has an entry for every matrix of a stack, and the rows (start, stop) of it that are here.
+
+    Counts of skipped gradients have none. State that is not of a stack is one row, of one owner.
+    """
+    stacked = weight.stacked and key.partition(".")[0] != "skipped"
+    mine = (0, 1) if weight.mine is None or not stacked else (weight.mine.start, weight.mine.stop)
+    return stacked, None if weight.mine is None else mine
 
 
-def parts_of_state(weight: Divided, entry: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
+def parts_of_state(weight: LocalWeight, entry: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
     """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
 
     Args:
@@ -47,30 +52,35 @@ def parts_of_state(weight: Divided, entry: dict[str, Any], layout: StateLayout) 
 
     mesh, exported = weight.team.mesh(weight.p.device), {}
     for key, (shape, dtype) in layout.items():
-        stacked = _stacked(weight, key)
+        stacked, mine = _parts(weight, key)
         parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
-        mine = None if weight.mine is None else (weight.mine.start, weight.mine.stop) if stacked else (0, 1)
         device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
         held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
         exported[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
     return exported | {key: value for key, value in entry.items() if key not in layout}
 
 
-def shards_of_state(weight: Divided | Undivided, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
-    from torch.distributed.tensor import DTensor, Shard
+def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
+    """Return the mesh of AdamW's state of a weight that is not stepped as it is, and how it is placed there."""
+    from torch.distributed.tensor import Shard
 
-    p, shape = weight.p, None if weight.stand_in is None else weight.stand_in.shape
-    if isinstance(weight, Undivided):
-        if weight.stand_in is p:
-            return entry
-        mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    else:
-        mesh, placements = weight.team.mesh(p.device), [Shard(0)]
+    if weight.parts:
+        return weight.team.mesh(weight.p.device), [Shard(0)]
+    return weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
+
+
+def shards_of_state(weight: LocalWeight, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    p, stand_in = weight.p, weight.stand_in
+    if stand_in is p and not weight.parts:
+        return entry
+    mesh, placements = _placed(weight)
     stride = torch.empty(p.shape, device="meta").stride()
     exported = dict(entry)
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape == shape:
+        if isinstance(value, Tensor) and value.ndim and stand_in is not None and value.shape == stand_in.shape:
             exported[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
             exported[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
     return exported
@@ -84,37 +94,33 @@ def check_undivided(state: dict[str, Any]) -> None:
                 raise ValueError(partial_message(one.name, value))
 
 
-def own_parts(weight: Divided, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return what this rank owns of loaded state; all ranks call it, as making a DTensor whole takes them all."""
+def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
+    """Return what this rank owns of loaded state, as far as it fits, whether that is the whole or the part.
+
+    All ranks call it, as making a DTensor whole takes them all.
+
+    Args:
+        weight: whose. loaded: its state. layout: of the whole; it may have keys that the layout does not know.
+    """
     owned = {}
     for key, value in loaded.items():
         if is_dtensor(value) and not hasattr(value, "parts"):
             value = value.full_tensor()
-        if weight.mine is not None:
-            owned[key] = _own_part(weight, key, value, layout.get(key, (None,))[0])
+        stacked, mine = _parts(weight, key)
+        if mine is None:
+            continue
+        shape = layout[key][0] if stacked and key in layout else None
+        if hasattr(value, "parts"):
+            value = value.loaded()
+        elif shape and isinstance(value, (list, tuple)) and len(value) == shape[0]:
+            value = list(value[mine[0] : mine[1]])
+        elif shape and isinstance(value, Tensor) and value.shape == shape:
+            value = value[mine[0] : mine[1]]
+        owned[key] = value
     return owned
 
 
-def _own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return this rank's part of loaded state of a matrix weight, as far as it fits.
-
-    Args:
-        weight: of which this rank owns a part. key: of the state. value: what was loaded, the whole or the part. shape:
-            of the whole; None of what the state does not know.
-    """
-    mine = weight.mine
-    assert mine is not None
-    if hasattr(value, "parts"):
-        return value.loaded()
-    if shape is None or not _stacked(weight, key):
-        return value
-    if isinstance(value, (list, tuple)) and len(value) == shape[0]:
-        return list(value[mine.start : mine.stop])
-    fits = isinstance(value, Tensor) and value.shape == shape
-    return value[mine.start : mine.stop] if fits else value
-
-
-def check_part(weight: Divided | Undivided, key: str, value: Any, name: str) -> None:
+def check_part(weight: LocalWeight, key: str, value: Any, name: str) -> None:
     """Raise ValueError for loaded state that is another rank's part, or AdamW's of another weight; waits for nobody."""
     if key in (*MOMENTS, MAXIMUM) and isinstance(value, Tensor) and value.shape != weight.p.shape:
         raise ValueError(
@@ -123,10 +129,9 @@ def check_part(weight: Divided | Undivided, key: str, value: Any, name: str) -> 
         )
     if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
         return
-    if isinstance(weight, Divided):
-        mine, mesh = weight.mine, weight.team.mesh(weight.p.device)
-        rows_here = None if mine is None else (mine.start, mine.stop) if _stacked(weight, key) else (0, 1)
-        fits = value.device_mesh == mesh and getattr(value, "mine", rows_here) == rows_here
+    if weight.parts:
+        here = _parts(weight, key)[1]
+        fits = value.device_mesh == weight.team.mesh(weight.p.device) and getattr(value, "mine", here) == here
     else:
         fits = not hasattr(value, "parts") and value.device_mesh == getattr(weight.p, "device_mesh", None)
     if not fits or getattr(value, "of_rank", dist.get_rank()) != dist.get_rank():
@@ -145,31 +150,18 @@ def partial_message(name: str, value: Any) -> str:
     )
 
 
-def own_shard(weight: Divided | Undivided, value: Any) -> Any:
+def own_shard(weight: LocalWeight, value: Any) -> Any:
     """Return this rank's shard of loaded AdamW state, as far as it fits."""
-    if isinstance(weight, Undivided):
-        if weight.stand_in is weight.p:
-            return value
-        mesh, placements = weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
-        if is_dtensor(value):
-            same = value.device_mesh == mesh and tuple(value.placements) == tuple(placements)
-            return value.to_local() if same else _distributed(value.full_tensor(), mesh, placements)
-        whole_one = isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape
-        return _distributed(value, mesh, placements) if whole_one else value
+    from torch.distributed.tensor import distribute_tensor
+
+    if weight.stand_in is weight.p and not weight.parts:
+        return value
+    mesh, placements = _placed(weight)
     if is_dtensor(value):
-        mesh = weight.team.mesh(weight.p.device)
-        if value.device_mesh == mesh and [p.is_shard(0) for p in value.placements] == [True]:
+        if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
             return value.to_local()
         value = value.full_tensor()
     if isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape:
-        mine = weight.mine
-        assert mine is not None
-        return value[rows(weight.p.shape, mine.start, mine.stop).within(whole_block(weight.p.shape))]
+        # Without communication: every rank has the whole.
+        return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
     return value
-
-
-def _distributed(value: Tensor, mesh: Any, placements: Any) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    # Without communication: every rank has the whole.
-    return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()

@@ -6,7 +6,7 @@ what the last one brought is on its way back, and from there to who has copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.backends.io import in_float32
-from prokl.distributed.team import Team, Teams
+from prokl.distributed.team import Team
 from prokl.distributed.transport import Replicas, Shards
-from prokl.distributed.weights import Copy, Divided, Transfer
-from prokl.engine.bucket import Bucket
+from prokl.distributed.weights import LocalWeight, Transfer
+from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.engine import Engine
 
 
-def not_finite(weight: Divided) -> Tensor:
+def not_finite(weight: LocalWeight) -> Tensor:
     """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
     g = None if weight.stand_in is None else weight.stand_in.grad
     if g is None:
@@ -32,33 +32,36 @@ def not_finite(weight: Divided) -> Tensor:
 
 
 class Wave:
-    """Weights that are stepped together, and what is sent of them."""
+    """Weights that are stepped together, and what is sent of them.
 
-    def __init__(self) -> None:
-        self.weights: list[Divided] = []
-        self.keys: set[Any] = set()
+    Args:
+        weights: divided ones that may move, in the same order on all ranks.
+    """
+
+    def __init__(self, weights: Sequence[LocalWeight] = ()) -> None:
+        self.weights = weights
         self.replicas: list[Replicas] = []
         self.shards: list[Shards] = []
-        self.copies: list[Replicas] = []
-
-    def connect(self, teams: Teams) -> None:
-        """Lay out the messages."""
-        by_team: dict[tuple[Team, torch.device, bool], list[Transfer]] = {}
-        copied: dict[tuple[Team, torch.device], list[Copy]] = {}
-        for weight in self.weights:
-            transfers, device = weight.transfers(), weight.p.device
-            by_team.setdefault((weight.team, device, weight.replicated), []).extend(transfers)
-            for transfer in transfers if not weight.replicated else ():
-                if len(transfer.holders) > 1 and weight.team.index in transfer.holders:
-                    team = teams.of_copies(weight.team, transfer.holders, weight.p)
-                    source = team.ranks.index(weight.team.ranks[transfer.sender])
-                    copied.setdefault((team, device), []).append(Copy(transfer, source))
-        self.copies = [Replicas(team, copies, device) for (team, device), copies in copied.items()]
-        for (team, device, replicated), transfers in by_team.items():
-            if replicated and transfers:
-                self.replicas.append(Replicas(team, transfers, device))
-            elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
-                self.shards.append(Shards(team, transfers, device))
+        sent: dict[tuple[Team, torch.device, bool], list[Transfer]] = {}
+        copied: dict[tuple[Team, torch.device], list[list[Transfer]]] = {}
+        for weight in weights:
+            team, p = weight.team, weight.p
+            transfers = [*weight.transfers()]
+            if transfers:  # also where none is this rank's, as all of a team take part
+                mine = [t for t in transfers if team.index == t.part.owner or team.index in t.holders]
+                sent.setdefault((team, p.device, weight.sharded), []).extend(mine)
+            for transfer in transfers if weight.sharded else ():
+                if len(transfer.holders) > 1 and team.index in transfer.holders:
+                    copies = team.copies(transfer.holders, p.device_mesh)  # type: ignore[attr-defined]
+                    rows = copied.setdefault((copies, p.device), [[] for _ in copies.ranks])
+                    rows[copies.ranks.index(team.ranks[transfer.sender])].append(transfer)
+        self.copies = [Replicas(team, rows, device, returned=True) for (team, device), rows in copied.items()]
+        for (team, device, sharded), mine in sent.items():
+            if sharded:
+                self.shards.append(Shards(team, mine, device))
+            else:
+                rows = [[t for t in mine if t.part.owner == place] for place in range(team.size)]
+                self.replicas.append(Replicas(team, rows, device, returned=False))
 
     def start_gather(self) -> None:
         """Begin to collect."""
@@ -69,6 +72,23 @@ class Wave:
         """Wait for what was collected."""
         for shards in self.shards:
             shards.wait_gather()
+
+    def agree(self) -> None:
+        """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
+        shared: dict[Team, list[LocalWeight]] = {}
+        for weight in self.weights:
+            if len(weight.parts) > 1:
+                shared.setdefault(weight.team, []).append(weight)
+        for team, weights in shared.items():
+            bad = torch.cat([not_finite(weight) for weight in weights])
+            dist.all_reduce(bad, group=team.group)
+            flags = iter(bad)
+            for weight in weights:
+                g = None if weight.stand_in is None else weight.stand_in.grad
+                for shape, one in zip(weight.shapes, flags, strict=False):
+                    if g is not None:
+                        first = shape.region(g)[:, :1, :1]
+                        first.copy_(torch.where(one > 0, torch.nan, first))
 
     def start_return(self) -> None:
         """Begin to send what was stepped."""
@@ -91,94 +111,54 @@ class Wave:
         for copies in self.copies:
             copies.finish()
 
-    def agree(self) -> None:
-        """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
-        shared: dict[Team, list[Divided]] = {}
-        for weight in self.weights:
-            if weight.stacked and len(weight.parts) > 1:
-                shared.setdefault(weight.team, []).append(weight)
-        for team, weights in shared.items():
-            bad = torch.cat([not_finite(weight) for weight in weights])
-            dist.all_reduce(bad, group=team.group)
-            for flags, weight in zip(
-                torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True
-            ):
-                g = None if weight.stand_in is None else weight.stand_in.grad
-                for one, shape in zip(flags, () if g is None else weight.shapes, strict=False):
-                    first = shape.region(g)[:, :1, :1]  # type: ignore[arg-type]
-                    first.copy_(torch.where(one > 0, torch.nan, first))
+
+def waves_of(weights: Iterable[tuple[LocalWeight, set[Any]]]) -> list[Wave]:
+    """Return the waves of weights, each with the keys of the buckets that its matrices may be in.
+
+    No two waves have a key in common. The weights are in the same order on all ranks.
+    """
+    waves: list[tuple[list[LocalWeight], set[Any]]] = []
+    for weight, keys in weights:
+        met = [i for i, (_, others) in enumerate(waves) if others & keys]
+        place = met[0] if met else len(waves)
+        joined = [*(member for i in met for member in waves[i][0]), weight], keys.union(*(waves[i][1] for i in met))
+        waves = [wave for i, wave in enumerate(waves) if i not in met]
+        waves.insert(place, joined)
+    return [Wave(members) for members, _ in waves]
 
 
-class Waves:
-    """All of a division: those of matrices, in order, and one of AdamW's weights."""
+def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Sequence[Wave], adamw: Wave) -> list[str]:
+    """Step the stand-ins and send what is to be sent; return warnings.
 
-    def __init__(self) -> None:
-        self.waves: list[Wave] = []
-        self.adamw = Wave()
-
-    def add(self, weight: Divided, keys: set[Any] | None) -> None:
-        """Give a weight its place.
-
-        Args:
-            weight: a trained one, in the same order on all ranks. keys: of the buckets that its matrices may be in; no
-                two waves have one in common. None of AdamW's.
-        """
-        if keys is None:
-            self.adamw.weights.append(weight)
-            return
-        met = [wave for wave in self.waves if wave.keys & keys] or [Wave()]
-        for other in met[1:]:  # this weight's pieces join them
-            self.waves.remove(other)
-            met[0].weights += other.weights
-            met[0].keys |= other.keys
-        met[0].weights.append(weight)
-        met[0].keys |= keys
-        if met[0] not in self.waves:
-            self.waves.append(met[0])
-
-    def connect(self, teams: Teams) -> None:
-        """Lay out the messages; no weight comes after."""
-        for wave in (*self.waves, self.adamw):
-            wave.connect(teams)
-
-    def step(self, engine: Engine, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
-        """Step the stand-ins and send what is to be sent; return warnings.
-
-        Args:
-            engine: the stand-ins'. work: its buckets, with their plans.
-        """
-        waves = self.waves
-        if waves:
-            waves[0].start_gather()
-        engine.step_adamw()  # while the first gradients come
-        messages = engine.warnings()
-        self.adamw.start_return()
-        of_wave = self._buckets_of_waves(work)
-        for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
+    Args:
+        engine: the stand-ins'. work: its buckets, with their plans. waves: of matrices. adamw: of AdamW's weights.
+    """
+    places = {id(weight.stand_in): i for i, wave in enumerate(waves) for weight in wave.weights if weight.mine}
+    by_wave: dict[int | None, list[tuple[Bucket, Plan]]] = {}
+    for bucket, plan in work:
+        met = {places.get(id(member.p)) for member in bucket.members} - {None}
+        by_wave.setdefault(met.pop() if met else None, []).append((bucket, plan))
+    if waves:
+        waves[0].start_gather()
+    engine.step_adamw()  # while the first gradients come
+    messages = engine.warnings()
+    adamw.start_return()
+    for bucket, plan in by_wave.get(None, []):  # what is stepped by every rank
+        messages += engine.advance(bucket, plan)
+    for i, wave in enumerate(waves):
+        wave.wait_gather()
+        if i + 1 < len(waves):
+            waves[i + 1].start_gather()
+        wave.agree()
+        for bucket, plan in by_wave.get(i, []):
             messages += engine.advance(bucket, plan)
-        for i, wave in enumerate(waves):
-            wave.wait_gather()
-            if i + 1 < len(waves):
-                waves[i + 1].start_gather()
-            wave.agree()
-            for bucket, plan in of_wave.get(i, []):
-                messages += engine.advance(bucket, plan)
-            wave.start_return()
-            if i > 0:
-                waves[i - 1].wait_return()
-            if i > 1:
-                waves[i - 2].wait_copies()
-        for wave in (*waves[-1:], self.adamw):
-            wave.wait_return()
-        for wave in (*waves[-2:], self.adamw):
-            wave.wait_copies()
-        return messages
-
-    def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:
-        """Return the buckets of each wave, and of None those without any divided weight."""
-        place = {id(weight.stand_in): i for i, wave in enumerate(self.waves) for weight in wave.weights if weight.mine}
-        by_wave: dict[int | None, list[tuple[Bucket, Any]]] = {}
-        for bucket, plan in work:
-            waves = {place.get(id(member.p)) for member in bucket.members} - {None}
-            by_wave.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
-        return by_wave
+        wave.start_return()
+        if i > 0:
+            waves[i - 1].wait_return()
+        if i > 1:
+            waves[i - 2].wait_copies()
+    for wave in (*waves[-1:], adamw):
+        wave.wait_return()
+    for wave in (*waves[-2:], adamw):
+        wave.wait_copies()
+    return messages
