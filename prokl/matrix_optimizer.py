@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, clone_if_tensor, plain
+from prokl.algorithm.signatures import check_known
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
-from prokl.engine.arguments import check_known, in_float16, without_effect
+from prokl.engine.arguments import in_float16, without_effect
 from prokl.engine.engine import Engine, Sharded
 from prokl.engine.newcomers import like_conv1d, plain_group, split_off_vectors
 from prokl.engine.validation import (

@@ -1,5 +1,6 @@
 """Calls that nobody means: each is refused with the remedy, and nothing has changed then."""
 
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -10,6 +11,8 @@ from torch import nn
 
 import prokl
 from prokl import diagnostics
+from prokl.algorithm import signatures
+from prokl.algorithm.settings import PRO_ADVANCED
 from tests.inputs import KL, PRO, weight
 from tests.training import differences, fine_and_odd, refused, train
 
@@ -88,16 +91,25 @@ def test_what_is_no_state_dict_of_this_optimizer_is_named(make, error, says):
         ({"process_group": None}, "no process_group: it goes to the constructor"),
         ({"ns_steps": 3}, r"no ns_steps: it goes to the constructor, ProKLShampoo\(groups, ns_steps=...\)"),
         ({"eps": 1e-8}, "no eps: .*AdamW's is adamw_eps"),
-        ({"fused": True}, r'no fused: set it in the groups that this makes, as group\["fused"\]'),
-        ({"adamw_wd": 0.1}, "no adamw_wd: the nearest is adamw_weight_decay"),
-        ({"learning_rate": 0.1}, "no learning_rate: the nearest is lr"),
-        ({"typo": 1}, "no typo: it takes model, lr, adamw_lr"),
+        ({"fused": True}, 'no fused: it is AdamW.s, .* those with "algorithm": "adamw", as "fused"'),
+        ({"adamw_wd": 0.1}, "argument 'adamw_wd': the nearest is 'adamw_weight_decay'"),
+        ({"learning_rate": 0.1}, "argument 'learning_rate': the nearest is 'lr'"),
+        ({"typo": 1}, "argument 'typo': it takes model, lr, adamw_lr"),
     ],
     ids=str,
 )
 def test_a_foreign_argument_is_told_where_it_belongs(given, says):
     with pytest.raises(TypeError, match=says):
         groups(**given)
+
+
+def test_every_argument_has_its_place():
+    """A new argument is told where it belongs by the calls that do not take it."""
+    constructor, groups_of = (inspect.signature(call).parameters.keys() for call in (PRO, prokl.param_groups))
+    assert signatures.CONSTRUCTOR == (constructor | PRO_ADVANCED.keys()) - {"params", "advanced"} - groups_of
+    assert groups_of - {"model"} - constructor == signatures.PARAM_GROUPS
+    adamw = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params", "betas", "differentiable"}
+    assert adamw - constructor - PRO_ADVANCED.keys() == signatures.ADAMW
 
 
 def test_groups_without_named_rates_say_what_to_write():

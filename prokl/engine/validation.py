@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import SYNONYMS
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+from prokl.algorithm.signatures import REMOVED
 from prokl.engine.weights import FLATTENED, named
 
 
@@ -25,14 +26,6 @@ def check_no_module(params: Any) -> None:
             f"params must be parameters or groups, got a module ({type(params).__name__}): pass "
             "prokl.param_groups(model, lr=..., adamw_lr=...), or model.parameters() where all are matrices."
         )
-
-
-REMOVED = {
-    "preset": "the paper's is ProKLShampoo(groups, **prokl.PAPER), or KLShampoo(groups, init_eigenvalue=0.1, "
-    "clip_threshold=None)",
-    "advanced": "give its settings beside the others, as clip_threshold=None, or unpack them",
-}
-"""Settings of prokl 0.5, and what takes their place."""
 
 
 def check_algorithm_named(group: Group) -> None:

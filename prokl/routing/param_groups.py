@@ -24,7 +24,7 @@ from prokl.algorithm.settings import (
     plain,
 )
 from prokl.algorithm.shapes import Rank
-from prokl.routing.arguments import with_own_errors
+from prokl.algorithm.signatures import with_own_errors
 from prokl.routing.classes import Classes
 from prokl.routing.layout import BY_HEADS, Readings
 from prokl.routing.marks import Own, own_settings, without_decay
