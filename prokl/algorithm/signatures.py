@@ -34,7 +34,7 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
         if key in REMOVED:
             where = REMOVED[key]
         elif key == "betas":
-            where = "AdamW's are adamw_betas of prokl.param_groups, the matrix method's momentum and beta2"
+            where = "AdamW's are adamw_betas of prokl.param_groups, and the matrix method's are momentum and beta2"
         elif key in PARAM_GROUPS:
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
         elif key in ADAMW:

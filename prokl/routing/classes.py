@@ -17,47 +17,37 @@ ATTRIBUTES = ("in_channels", "out_channels", "hidden_size", "proj_size", "sparse
 BY_SHAPE: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
-class Classes:
-    """The class that the rules take for each module of a model.
+def stand_ins_of(model: nn.Module) -> tuple[dict[str, nn.Module], str | None]:
+    """Return for each module without a class of its own an empty one of the class it was, by path, and a warning.
 
-    Attributes:
-        told: paths of modules whose class the graph or the script says.
-        guessed: full names of weights whose layer is known by their shape alone.
+    There is nothing to say, None, of a model whose modules have classes.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._of_graph = dict(_of_graphs(model))
-        self._traced = any(_has_graph(module) for module in model.modules())
-        self.told: list[str] = []
-        self.guessed: list[str] = []
-
-    def stand_in(self, path: str, module: nn.Module) -> nn.Module:
-        """Return a module, or in the place of one without a class of its own an empty one of the class it was."""
-        if not self._traced or not (type(module) is nn.Module or _has_graph(module)):
-            return module
-        name = module.original_name if isinstance(module, ScriptModule) else self._of_graph.get(path)
+    if not any(map(_has_graph, model.modules())):
+        return {}, None
+    of_graph, stand_ins = dict(_of_graphs(model)), {}
+    guessed: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not (type(module) is nn.Module or _has_graph(module)):
+            continue
+        name = module.original_name if isinstance(module, ScriptModule) else of_graph.get(path)
         if name:
-            self.told.append(path)
-            return _empty(_named(name), module)
+            stand_ins[path] = _empty(_named(name), module)
+            continue
         weight = module._parameters.get("weight")
         named_table = any(part in path.rpartition(".")[2].lower() for part in ("emb", "wte", "wpe"))
-        if weight is None or weight.ndim not in BY_SHAPE or named_table:
-            return module
-        self.guessed.append(f"{path}.weight" if path else "weight")
-        return _empty(BY_SHAPE[weight.ndim], module)
-
-    def warning(self, title: str) -> str | None:
-        """Return what to say of a model that is called so; None where its modules have classes."""
-        if not (self.told or self.guessed):
-            return None
-        some = ", ".join(self.guessed[:3]) + ", ..." * (len(self.guessed) > 3)
-        guess = f" and guessed {len(self.guessed)} layers by their shapes ({some})" if self.guessed else ""
-        return (
-            f"{title} was exported or scripted, and has no layers of classes of their own: param_groups took "
-            f"{len(self.told)} classes from the names that it has kept{guess}. Its methods and settings cannot be "
-            "asked for output heads and attention's heads. Check print(groups), or give adamw= the names that the "
-            "routes of the model itself send there."
-        )
+        if weight is not None and weight.ndim in BY_SHAPE and not named_table:
+            guessed.append(f"{path}.weight" if path else "weight")
+            stand_ins[path] = _empty(BY_SHAPE[weight.ndim], module)
+    if not stand_ins:
+        return {}, None
+    some = ", ".join(guessed[:3]) + ", ..." * (len(guessed) > 3)
+    guess = f" and guessed {len(guessed)} layers by their shapes ({some})" if guessed else ""
+    return stand_ins, (
+        f"{type(model).__name__} was exported or scripted, and has no layers of classes of their own: param_groups "
+        f"took {len(stand_ins) - len(guessed)} classes from the names that it has kept{guess}. Its methods and "
+        "settings cannot be asked for output heads and attention's heads. Check print(groups), or give adamw= the "
+        "names that the routes of the model itself send there."
+    )
 
 
 def _has_graph(module: nn.Module) -> bool:

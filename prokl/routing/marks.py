@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ def without_decay(model: nn.Module) -> dict[str, str]:
     """Return the parameters that modules ask to have no weight decay, each with the method that says so."""
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        names, words = (_asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords"))
+        answers = [asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords")]
+        names, words = ([n for n in a if isinstance(n, str)] if isinstance(a, Iterable) else [] for a in answers)
         for full, _ in module.named_parameters(remove_duplicate=False) if names or words else ():
             name = f"{prefix}.{full}" if prefix else full
             bare = unwrapped_name(full)
@@ -54,10 +55,10 @@ def without_decay(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _asked(module: nn.Module, method: str) -> Collection[str]:
-    ask = getattr(module, method, None)
+def asked(model: nn.Module, method: str) -> Any:
+    """Return what a method of a model gives; nothing, (), where it has none or fails."""
+    ask = getattr(model, method, None)
     try:
-        answer = ask() if callable(ask) else ()
-        return {name for name in answer if isinstance(name, str)}
-    except Exception:  # the model's own code, as one with arguments
+        return ask() if callable(ask) else ()
+    except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
         return ()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
 from prokl.routing.layout import NAMED_AS_FUSED, is_conv1d
+from prokl.routing.marks import asked
 from prokl.routing.rules import Owner, choose
 
 Path = tuple[str, ...]
@@ -57,11 +58,14 @@ class OutputHeads:
         self._closing: dict[Path, str] = {}
         tied = any(any(o.embedding for o in of_p) and any(o.linear for o in of_p) for of_p in owners.values())
         tells = any(hasattr(module, method) for path, module in modules if not path for method in ASKED)
-        if not (tells or self._sure or tied or any(_is_layer(p, o) and self.reason(p, o) for p, o in held)):
+        if not (tells or self._sure or tied or any(_is_layer(p, o) and self._reason(p, o) for p, o in held)):
             self._closing = self._closing_layers(owners)
 
-    def reason(self, p: Tensor, o: Owner) -> str | None:
-        """Return why ``p`` is an output head under this name, or None where it is none."""
+    def reason(self, p: Tensor, owners: Sequence[Owner]) -> str | None:
+        """Return why ``p`` is an output head under one of its names, or None where it is none."""
+        return next((reason for o in owners if (reason := self._reason(p, o))), None)
+
+    def _reason(self, p: Tensor, o: Owner) -> str | None:
         if o.path in self._stated:
             return self._stated[o.path]
         if reason := self._counted(p, o):
@@ -77,7 +81,9 @@ class OutputHeads:
         paths = {module: path for path, module in modules}
         for module, path in paths.items():
             for method in ASKED:
-                heads = [head for head in _answers(module, method) if head in paths]
+                answer = asked(module, method)
+                named = answer if isinstance(answer, (tuple, list)) else [answer]
+                heads = [head for head in named if isinstance(head, nn.Module) and head in paths]
                 ends = [end for head in _members(heads) for end in self._end_of(paths[head])]
                 self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
                 if heads and method == "get_classifier":
@@ -237,17 +243,6 @@ def _output_sizes(p: Tensor, o: Owner, wanted: int) -> Sequence[int]:
         return p.shape
     outputs = _outputs(p, o)
     return (outputs, wanted) if o.convolution and wanted % outputs == 0 else (outputs,)
-
-
-def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
-    """Return the modules that a method of a model names, if it has such a method and such modules."""
-    ask = getattr(module, method, None)
-    try:
-        answer = ask() if callable(ask) else ()
-    except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
-        return ()
-    answer = answer if isinstance(answer, (tuple, list)) else (answer,)
-    return [m for m in answer if isinstance(m, nn.Module)]
 
 
 def _members(heads: Sequence[nn.Module]) -> Sequence[nn.Module]:

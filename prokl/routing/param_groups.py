@@ -25,13 +25,13 @@ from prokl.algorithm.settings import (
 )
 from prokl.algorithm.shapes import Rank
 from prokl.algorithm.signatures import with_own_errors
-from prokl.routing.classes import Classes
+from prokl.routing.classes import stand_ins_of
 from prokl.routing.layout import BY_HEADS, Readings
 from prokl.routing.marks import Own, own_settings, without_decay
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.patterns import first_match, quoted
-from prokl.routing.routes import ParamGroups, Route, table
-from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, stays_frozen, unfit
+from prokl.routing.routes import Algorithm, ParamGroups, Route, table
+from prokl.routing.rules import Owner, check_trainable, choose, owners_of, route_to, stays_frozen, unfit
 
 
 @with_own_errors
@@ -165,9 +165,9 @@ def param_groups(
     if rank is not None:
         check_rank(rank, "an integer of at least 1, or None for the optimizer's")
 
-    classes = Classes(model)
-    owners = owners_of(model, classes)
-    if warning := classes.warning(type(model).__name__):
+    stand_ins, warning = stand_ins_of(model)
+    owners = owners_of(model, stand_ins)
+    if warning:
         warnings.warn(warning, stacklevel=3)  # past the check of arguments
     if owners and not any(p.requires_grad for p in owners):
         raise ValueError(
@@ -184,28 +184,25 @@ def param_groups(
     members: dict[tuple[Algorithm, bool, Own], list[tuple[Route, Tensor]]] = {}
     undecayed = without_decay(model)
     for p, of_p in owners.items():
-        aliases = tuple(o.name for o in of_p)
-        choice = _route(p, of_p, outputs, *told, names)
-        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
-        route = replace(route, frozen=not p.requires_grad, head=choice.head)
-        if choice.algorithm == "matrix":
+        route = _route(p, of_p, outputs, *told, names)
+        if route.algorithm == "matrix":
             route = readings.of(p, of_p, route, "auto" if rank is None else rank)
-        own = own_settings(p, aliases[0]) if choice.algorithm == "adamw" else ()
+        notes, own = [], own_settings(p, route.names[0]) if route.algorithm == "adamw" else ()
         if own:
-            settings = ", ".join(f"{key}={value!r}" for key, value in own)
-            route = replace(route, reason=f"{route.reason}; _optim has {settings}")
-        decays = choice.decays
-        if decays and (asked := next((undecayed[name] for name in aliases if name in undecayed), None)):
-            decays, route = False, replace(route, reason=f"{route.reason}; no weight decay, by {asked}")
-        if route.frozen and choice.algorithm != "frozen":
-            route = replace(route, reason=f"{route.reason}; frozen now")
+            notes.append("_optim has " + ", ".join(f"{key}={value!r}" for key, value in own))
+        asked = next((undecayed[name] for name in route.names if name in undecayed), None)
+        if route.decays and asked:
+            notes.append(f"no weight decay, by {asked}")
+        if route.frozen and route.algorithm != "frozen":
+            notes.append("frozen now")
+        route = replace(route, decays=route.decays and not asked, reason="; ".join([route.reason, *notes]))
         routes.append(route)
-        members.setdefault((choice.algorithm, decays, own), []).append((route, p))
+        members.setdefault((route.algorithm, route.decays, own), []).append((route, p))
     readings.check_used()
 
     later = (p for p in owners if not p.requires_grad and p.is_floating_point())
     if not any(algorithm == "matrix" for algorithm, *_ in members) and not any(
-        _would_be_matrix(p, owners[p], outputs) for p in later
+        choose(p, owners[p], outputs.reason(p, owners[p])).algorithm == "matrix" for p in later
     ):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
@@ -248,14 +245,6 @@ def _matrix_groups(
     ]
 
 
-def _would_be_matrix(p: Tensor, owners: Sequence[Owner], outputs: OutputHeads) -> bool:
-    return choose(p, owners, _head(p, owners, outputs)).algorithm == "matrix"
-
-
-def _head(p: Tensor, owners: Sequence[Owner], outputs: OutputHeads) -> str | None:
-    return next((reason for o in owners if (reason := outputs.reason(p, o))), None)
-
-
 def _route(
     p: Tensor,
     owners: Sequence[Owner],
@@ -263,10 +252,11 @@ def _route(
     matrix: Mapping[str, str],
     adamw: Mapping[str, str],
     names: bool,
-) -> Choice:
+) -> Route:
     """Apply rules 1 and 2, then the others."""
     if not p.requires_grad and (not names or stays_frozen(p, owners)):
-        return Choice("frozen", "requires_grad is False" + ("; add it once it trains" if not names else ""))
+        later = "" if names else "; add it once it trains"
+        return route_to("frozen", f"requires_grad is False{later}", p, owners)
     check_trainable(p, owners)
     name = owners[0].name
     to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
@@ -274,9 +264,9 @@ def _route(
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
     if to_adamw is not None:
         decays = p.ndim >= 2 and not any(o.norm for o in owners)
-        return Choice("adamw", to_adamw, decays, head=_head(p, owners, outputs) is not None)
+        return route_to("adamw", to_adamw, p, owners, decays, head=outputs.reason(p, owners) is not None)
     if to_matrix is None:
-        return choose(p, owners, _head(p, owners, outputs))
+        return choose(p, owners, outputs.reason(p, owners))
     if why := unfit(p):
         raise ValueError(
             f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
@@ -287,4 +277,4 @@ def _route(
             f"{to_matrix} matches {name!r}, whose _optim={dict(own)!r} has settings of AdamW's, which the matrix "
             "method does not take: narrow the pattern, or remove them before making the groups, del parameter._optim."
         )
-    return Choice("matrix", to_matrix)
+    return route_to("matrix", to_matrix, p, owners)

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from prokl.algorithm.shapes import Split
-from prokl.routing.rules import Algorithm
 
+Algorithm = Literal["matrix", "adamw", "frozen"]
 NUMBER = re.compile(r"(|.*(?:layer|block|stage)_?)(\d+)")
 """A component of a name that counts copies: 3, encoder_layer_3."""
 
@@ -30,6 +30,7 @@ class Route:
         split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
         frozen: True if it did not require grad when the groups were made.
         head: True if it is an output head, of which AdamW has the weight.
+        decays: True if its algorithm's weight decay applies to it.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class Route:
     split: Split = None
     frozen: bool = False
     head: bool = False
+    decays: bool = True
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -96,7 +98,7 @@ def _collapsed(routes: Sequence[Route]) -> list[tuple[str, Route]]:
         parts = [NUMBER.split(part)[1:3] if NUMBER.fullmatch(part) else [part] for part in route.names[0].split(".")]
         numbers = [part[1] for part in parts if len(part) > 1]
         pattern = ".".join(part[0] + "%" * (len(part) > 1) for part in parts)
-        key = route.names if len(route.names) > 1 else (pattern, replace(route, names=()))
+        key = route.names if len(route.names) > 1 else (pattern, replace(route, names=(), decays=True))
         alike.setdefault(key, []).append((numbers, route))
     titled: list[tuple[str, Route]] = []
     for members in alike.values():

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.names import indices_without_wrappers
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.routing.classes import Classes
-
-Algorithm = Literal["matrix", "adamw", "frozen"]
+from prokl.routing.routes import Algorithm, Route
 
 TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
@@ -26,16 +24,6 @@ ELEMENTWISE = re.compile(
 )
 """Names of what acts element by element: Mamba's A_log, S4D's log_A_real and A_imag, RWKV's time_decay and time_faaaa,
 scales of heads."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A parameter's destination, the reason, whether its group's weight decay applies, whether it is an output head."""
-
-    algorithm: Algorithm
-    reason: str
-    decays: bool = True
-    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,8 +103,12 @@ class Owner:
         return self.raw and any(pattern.search(part) for part in parts)
 
 
-def owners_of(model: nn.Module, classes: Classes) -> dict[Tensor, list[Owner]]:
-    """Return every parameter with all of its names, in the model's order."""
+def owners_of(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> dict[Tensor, list[Owner]]:
+    """Return every parameter with all of its names, in the model's order.
+
+    Args:
+        model: whose. stand_ins: what is taken for modules that have lost their classes, by path.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[Tensor, list[Owner]] = {}
     for prefix, module in modules.items():
@@ -127,11 +119,11 @@ def owners_of(model: nn.Module, classes: Classes) -> dict[Tensor, list[Owner]]:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
         places = indices_without_wrappers(parts)
-        holder, around = way[-1], tuple(way[place] for place in reversed(places))
+        around = tuple(way[place] for place in reversed(places))
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
-        path, stands = tuple(parts[i].lower() for i in places), classes.stand_in(".".join(parts), holder)
+        path, stands = tuple(parts[i].lower() for i in places), stand_ins.get(".".join(parts), way[-1])
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
@@ -190,8 +182,22 @@ def unfit(p: Tensor) -> str | None:
     return "1x1 matrices only" if MatrixShape.of(p).n == 1 else None
 
 
-def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
-    """Return the choice where no pattern decides: rules 3 to 15 of :func:`prokl.param_groups`.
+def route_to(
+    algorithm: Algorithm,
+    reason: str,
+    p: Tensor,
+    owners: Sequence[Owner],
+    decays: bool = True,
+    head: bool = False,
+) -> Route:
+    """Return the route of a weight, of which nothing is known yet but where it goes and why."""
+    names = tuple(o.name for o in owners)
+    frozen = not p.requires_grad
+    return Route(names, tuple(p.shape), algorithm, None, reason, frozen=frozen, head=head, decays=decays)
+
+
+def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Route:
+    """Return the route where no pattern decides: rules 3 to 15 of :func:`prokl.param_groups`.
 
     Args:
         p: the parameter.
@@ -202,46 +208,47 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
     def any_owner(test: Callable[[Owner], bool]) -> Owner | None:
         return next((o for o in owners if test(o)), None)
 
+    to = partial(route_to, p=p, owners=owners)
     what = f"{owners[0].written} of {owners[0].kind}"
     if why := unfit(p):
-        return Choice("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
+        return to("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
     if getattr(p, "_no_weight_decay", False):
-        return Choice("adamw", f"marked _no_weight_decay, {what}", decays=False)
+        return to("adamw", f"marked _no_weight_decay, {what}", decays=False)
     if p.__dict__.get("_optim"):
-        return Choice("adamw", f"has settings of its own, {what}")
+        return to("adamw", f"has settings of its own, {what}")
     if any_owner(lambda o: o.raw and o.attr != "weight" and ELEMENTWISE.search(o.attr) is not None):
-        return Choice("adamw", f"acts element by element by its name, {what}", decays=False)
+        return to("adamw", f"acts element by element by its name, {what}", decays=False)
     if o := any_owner(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
         reason = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
-        return Choice("adamw", reason, head=any(other.linear for other in owners))
+        return to("adamw", reason, head=any(other.linear for other in owners))
     if o := any_owner(lambda o: o.norm):
-        return Choice("adamw", f"norm ({o.kind})", decays=False)
+        return to("adamw", f"norm ({o.kind})", decays=False)
     if any_owner(lambda o: o.says(TABLE)):
-        return Choice("adamw", "named as embedding, position or token")
+        return to("adamw", "named as embedding, position or token")
     if any_owner(lambda o: o.says(BIAS)):
-        return Choice("adamw", "named as bias", decays=False)
+        return to("adamw", "named as bias", decays=False)
     if head is not None:
-        return Choice("adamw", head, head=True)
+        return to("adamw", head, head=True)
     shape, convolution = MatrixShape.of(p), any_owner(lambda o: o.convolution)
     if shape.m == 1 and all(o.raw for o in owners):
-        return Choice("adamw", f"one row or column, {what}", decays=False)
+        return to("adamw", f"one row or column, {what}", decays=False)
     if p.ndim == 3 and convolution:
-        return Choice("adamw", f"3-D weight of {convolution.kind}, which would be read as a stack of {shape.count}")
+        return to("adamw", f"3-D weight of {convolution.kind}, which would be read as a stack of {shape.count}")
     if shape.m == 1:
-        return Choice("adamw", f"one row or column, {what}")
+        return to("adamw", f"one row or column, {what}")
     if p.ndim == 2 and (o := any_owner(lambda o: o.linear)):
-        return Choice("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
+        return to("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
     if p.ndim > 3 and convolution:
-        return Choice("matrix", f"convolution, flattened to {shape.rows}x{shape.cols}")
+        return to("matrix", f"convolution, flattened to {shape.rows}x{shape.cols}")
     if any_owner(lambda o: o.in_proj):
-        return Choice("matrix", "q, k and v of MultiheadAttention, fused")
+        return to("matrix", "q, k and v of MultiheadAttention, fused")
     if o := any_owner(lambda o: o.recurrent):
-        return Choice("matrix", f"{o.written} of {o.kind}" + (", gates fused" if o.gated else ""))
+        return to("matrix", f"{o.written} of {o.kind}" + (", gates fused" if o.gated else ""))
     if p.ndim == 3:
-        return Choice("matrix", f"stack of {shape.count}, {what}")
+        return to("matrix", f"stack of {shape.count}, {what}")
     if p.ndim == 2:
         own = all(o.attr != "weight" and not type(o.module).__module__.startswith("torch.nn.") for o in owners)
         guess = ", taken for a factor of products (adamw= if it acts element by element)" if own else ""
-        return Choice("matrix", f"2-D, {what}{guess}")
-    return Choice("adamw", f"{p.ndim}-D, {what}, which is no convolution")
+        return to("matrix", f"2-D, {what}{guess}")
+    return to("adamw", f"{p.ndim}-D, {what}, which is no convolution")
