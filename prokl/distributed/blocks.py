@@ -77,9 +77,7 @@ def blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tupl
             torch's _StridedShard (FSDP2 over tensor parallelism), whose mesh dimension cuts after those to its right.
     """
     strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
-    order = [i for i, late in enumerate(strided) if not late] + [
-        i for i, late in reversed([*enumerate(strided)]) if late
-    ]
+    order = sorted(range(len(strided)), key=lambda i: (strided[i], -i if strided[i] else i))
     rank_blocks = []
     for coordinate in product(*map(range, mesh_shape)):
         bounds = [(0, size) for size in shape]
