@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, clone_if_tensor, plain
+from prokl.algorithm.settings import ALGORITHMS, Advanced, check_adamw, check_choice, clone_if_tensor, plain
 from prokl.algorithm.signatures import check_known
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
@@ -49,6 +49,7 @@ class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
     method: ClassVar[Method[Any]]
+    _advanced: ClassVar[Advanced]
     _process_group: Any = None
     _division: Division | None = None
     _adding = False  # True while the constructor adds one group after the other
@@ -57,6 +58,7 @@ class MatrixOptimizer(Optimizer):
     def __init__(
         self, params: Any, settings: dict[str, Any], advanced: Mapping[str, Any], process_group: Any = None
     ) -> None:
+        settings = {**settings, **self._advanced}
         check_known(type(self).__name__, advanced, [*settings, "process_group"])
         check_no_module(params)
         if process_group is not None:
@@ -67,13 +69,20 @@ class MatrixOptimizer(Optimizer):
         super().__init__(params, {**defaults, "lr": clone_if_tensor(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
         self._adding = False
         check_names(self.param_groups)
-        arguments = inspect.signature(type(self)).parameters  # a subclass may have defaults of its own
-        usual = settings | {key: arguments[key].default for key in settings.keys() & arguments.keys()}
         half = in_float16(self.param_groups)
         if half is not None:
             self._outer.told.add("float16")
-        for message in filter(None, (without_effect(self.param_groups, defaults, usual), half)):
+        for message in filter(None, (without_effect(self.param_groups, defaults, self._usual()), half)):
             warnings.warn(message, stacklevel=3)
+
+    @classmethod
+    def _usual(cls) -> dict[str, Any]:
+        """Return the default of every setting; a subclass may have some of its own."""
+        usual: dict[str, Any] = {**cls._advanced}
+        for base in reversed(cls.__mro__[: cls.__mro__.index(MatrixOptimizer)]):
+            parameters = inspect.signature(base).parameters
+            usual |= {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+        return {key: value for key, value in usual.items() if key != "process_group"}
 
     @property
     def engine(self) -> Engine:
@@ -376,6 +385,6 @@ class MatrixOptimizer(Optimizer):
             division.show(self._outer, state["state"])
             return
         check_undivided(state)
-        restored = checkpoint.restore(state, self.method, type(self).__name__, check_values=loads)
+        restored = checkpoint.restore(state, self._usual(), self.method, type(self).__name__, check_values=loads)
         super().__setstate__(state)
         self._outer.loaded(restored)

@@ -80,6 +80,7 @@ class ProKLShampoo(MatrixOptimizer):
     """
 
     method = ProKLShampooMethod()
+    _advanced = PRO_ADVANCED
 
     def __init__(
         self,
@@ -115,7 +116,6 @@ class ProKLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "adjust_lr_fn": adjust_lr_fn,
-            **PRO_ADVANCED,
         }
         super().__init__(params, settings, advanced, process_group)
 
@@ -150,6 +150,7 @@ class KLShampoo(MatrixOptimizer):
     """
 
     method = KLShampooMethod()
+    _advanced = KL_ADVANCED
 
     def __init__(
         self,
@@ -179,6 +180,5 @@ class KLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "adjust_lr_fn": adjust_lr_fn,
-            **KL_ADVANCED,
         }
         super().__init__(params, settings, advanced, process_group)

@@ -27,10 +27,8 @@ from prokl.engine.weights import (
     weights_of,
 )
 
-MACHINE_SETTINGS = {"backend": None, "precision": None, "cuda_graphs": True}
-"""Settings that are this machine's and not a checkpoint's, with what they are in optimizers pickled without them."""
-
-
+MACHINE_SETTINGS = ("backend", "precision", "cuda_graphs")
+"""Settings that are this machine's and not a checkpoint's."""
 FOREIGN_STATE_KEYS = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
 
@@ -267,11 +265,14 @@ def _tuples(values: list[Any], present: Any) -> Any:
     return [tuple(value) if isinstance(value, list) else value for value in values]
 
 
-def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_values: bool = True) -> set[int]:
+def restore(
+    state: dict[str, Any], defaults: Mapping[str, Any], method: Method[Any], optimizer: str, check_values: bool = True
+) -> set[int]:
     """Check the matrix state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:
-        state: see above. method: whose state it is. optimizer: name for an error.
+        state: see above. defaults: of settings that an older pickle lacks. method: whose state it is.
+        optimizer: name for an error.
         check_values: whether to read the state; what is copied goes on as it is.
 
     Returns:
@@ -283,7 +284,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
     """
     for settings in (state.get("defaults"), *(g for g in state["param_groups"] if g["algorithm"] == "matrix")):
         if settings is not None:
-            settings.update({**MACHINE_SETTINGS, **settings})
+            settings.update({**defaults, **settings})
     restored: set[int] = set()
     misfits: dict[Tensor, str] = {}
     try:
