@@ -4,6 +4,7 @@ import enum
 import re
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,3 +165,9 @@ def test_each_advanced_keyword_has_a_default_and_a_type():
         assert typing.get_type_hints(cls.__init__)["advanced"] == typing_extensions.Unpack[Advanced]
     listed = re.search(r"(eps=1e-8.*?)\.\n\n", PRO.__doc__, re.DOTALL)[1]
     assert eval(f"dict({listed})") == PRO_ADVANCED
+
+
+def test_each_setting_has_a_row_in_its_page():
+    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text(encoding="utf-8")
+    settings = PRO([weight(4, 6)]).defaults.keys() - {"algorithm", "transposed", "split"}
+    assert {*re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)} == settings | {"process_group"}

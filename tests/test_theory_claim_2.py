@@ -44,9 +44,8 @@ def sampled(*count):
 
 
 def hyper(beta2):
-    return ProHyper(
-        0.0, 0.0, 0.0, beta2, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo"
-    )
+    own = {"lr": 0.0, "momentum": 0.0, "beta2": beta2, "eps": 0.0, "clip_threshold": None, "alpha_kl": 0.01}
+    return ProHyper.of(prokl.ProKLShampoo([torch.zeros(2, 2)]).defaults | own | {"ns_coefficients": (1.5, -0.5, 0.0)})
 
 
 def state_at(point):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes
+from prokl import ProKLShampoo
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.coordinates import in_eigenbases
@@ -17,10 +18,9 @@ from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.algorithm.types import State
 
-NS_STEPS = 5
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0, False, "original")
-H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo"), Hyper(*COMMON)
+OPTIMIZER = ProKLShampoo([torch.zeros(2, 2)], 1e-3, 0.1, 0.95, beta2=0.95, alpha_kl=0.01)
+H, KL_H = ProHyper.of(OPTIMIZER.defaults), Hyper.of(OPTIMIZER.defaults)
+NS_STEPS, NS_COEFFICIENTS = H.ns_steps, H.ns_coefficients
 CONDITION = 1e4
 """Condition number of L, S and R."""
 DRIFT = 0.1
