@@ -1,5 +1,7 @@
 """Weights as their modules store them: (in, out) or (out, in), one matrix or several; known, or told by hand."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -226,3 +228,15 @@ def test_a_group_has_the_two_keys_only_where_a_weight_needs_them():
         (["c_attn.weight"], common | {"transposed": True, "split": 3}),
     ]
     assert found[-1][1]["algorithm"] == "adamw"
+
+
+def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
+    model = nn.ModuleDict({str(i): holding(qkv=linear(8, 24)) for i in range(2)})
+    with pytest.warns(UserWarning, match=r"'0.qkv.weight' and others look like q, k and v.*split={'\*.qkv.weight': 3}"):
+        param_groups(model, **RATES)
+    told = ({"split": {"*.qkv.weight": 3}}, {"split": {"*.qkv.weight": 1}}, {"split_fused": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for own in told:
+            param_groups(model, **RATES, **own)
+        param_groups(holding(qkv=linear(8, 12)), **RATES)  # one key and value for all heads, or something else

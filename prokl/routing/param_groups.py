@@ -199,6 +199,16 @@ def param_groups(
         routes.append(route)
         members.setdefault((route.algorithm, route.decays, own), []).append((route, p))
     readings.check_used()
+    if readings.fused and not type(model).__module__.startswith("transformers."):  # whose layouts are known
+        name = readings.fused[0]
+        pattern = "*" + name[name.rfind(".", 0, name.rfind(".")) :] if name.count(".") > 1 else name
+        warnings.warn(
+            f"{name!r}{' and others' * (len(readings.fused) > 1)} look like q, k and v in one weight and are stepped "
+            "as one matrix, which ends higher (docs/findings.md, fused weights). If the rows are those of q, then k, "
+            f"then v, give split={{{pattern!r}: 3}} and heads={{{pattern!r}: number of heads}}; else "
+            f"split={{{pattern!r}: 1}}.",
+            stacklevel=3,
+        )
 
     later = (p for p in owners if not p.requires_grad and p.is_floating_point())
     if not any(algorithm == "matrix" for algorithm, *_ in members) and not any(
