@@ -19,6 +19,7 @@ from torch import Tensor
 from prokl.algorithm.shapes import MatrixShape
 from prokl.algorithm.types import Direction, Factor
 from prokl.backends.rounding import Rounding
+from prokl.pair import Pair
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Gathered(NamedTuple):
     """(B,) bool, False for every matrix of a member that has one whose squared norm is not finite in float32."""
     usable: Tensor
     """(B,) bool, likewise False besides for a matrix that is zero, or too small to square."""
+
+    def whole(self) -> Tensor:
+        """Return G as a tensor."""
+        G: Tensor = self.G.whole() if isinstance(self.G, Pair) else self.G
+        return G
 
 
 class Slot(NamedTuple):

@@ -37,7 +37,6 @@ from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
 from prokl.engine.weights import Weight, clock, layout_of_state, state_dtype, stored_clock
-from prokl.pair import Pair
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -267,7 +266,8 @@ class Bucket:
             The matrices that moved, as far as the host knows.
         """
         assert self.backend is not None
-        G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
+        gathered = self.io.gather(self.group["maximize"], self.skipped)
+        G, finite, usable = gathered
         # The paper's form moves on without gradient.
         may_step = finite if self.group["clip_threshold"] is None else usable
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
@@ -275,7 +275,7 @@ class Bucket:
         if self.backend.host_readable or plan.initialising:
             may_step_on_host, begins = torch.stack([may_step, usable]).tolist()
             if rows := [b for b in plan.initialising if begins[b]]:
-                self._initialise(rows, G)
+                self._initialise(rows, gathered.whole())
         moving = tuple(b for b in plan.stepping if may_step_on_host is None or may_step_on_host[b])
         if moving:
             self._step(G, moving, may_step if may_step_on_host is None else None, self.backend)
@@ -339,15 +339,14 @@ class Bucket:
                     self.restarted[weight] += in_part[b]
         self._write_clocks()
 
-    def _initialise(self, rows: list[int], G: Factor) -> None:
+    def _initialise(self, rows: list[int], G: Tensor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""
         device = self.layout.device if widest(self.layout.device) == torch.float64 else torch.device("cpu")
         elements = self.method.workspace(self.layout.m, self.layout.n, self.rank)
         most = max(1, workspace(self.layout.device) // (elements * torch.float64.itemsize))
-        whole: Tensor = G.whole() if isinstance(G, Pair) else G
         for first in range(0, len(rows), most):
             some = on_device(rows[first : first + most], torch.int64, self.layout.device)
-            first_gradients = whole[some].to(device, self.dtype)
+            first_gradients = G[some].to(device, self.dtype)
             for key, value in self.method.initialise(first_gradients, self.rank, self.group).items():
                 self.stacks[key].index_copy_(0, some, value.to(self.stacks[key]))
         for b in rows:
