@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
         quicken()
+        import_module("prokl.kernels.launch")  # which keeps what it read, before a test that takes the variable away
 
 # Matrices of the tests' sizes gain nothing from threads, which on a busy machine, such as one that pytest-xdist uses in
 # full, take ten times as long.
