@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from prokl.algorithm import qr
+from prokl.algorithm.algebra import Algebra
 from prokl.backends import cuda_qr
 from prokl.cuda_qr import QRStatus
 from tests.inputs import same_bits
@@ -50,6 +51,21 @@ def test_a_gram_matrix_in_parts_is_their_sum(extension_on_cpu):
     parts = torch.stack([part.mT @ part for part in orthonormal.split(20, dim=1)], dim=1)
     Q = orthonormal.clone()
     assert (torch.ops.prokl.finish(W, Q, parts, None, None) == 0).all() and same_bits(Q, orthonormal)
+
+
+@pytest.mark.parametrize(
+    "n, k, parts",
+    [(1024, 4, 1), (1026, 4, 2), (2048, 4, 2), (1035, 4, 3), (1031, 4, 1), (2048, 129, 1)],
+    ids=["short", "two rows more", "two whole ones", "not by two", "prime", "wide"],
+)
+def test_the_gram_matrix_of_many_rows_comes_in_parts(n, k, parts):
+    W = torch.randn(2, n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    N = cuda_qr._gram(Algebra(host_readable=False), W)
+    whole = N if parts == 1 else N.sum(dim=1)
+    assert N.shape == ((2, k, k) if parts == 1 else (2, parts, k, k))
+    # Each sum of n products rounds by at most n / 2 of its terms' eps, in whatever order.
+    close = n * torch.finfo(W.dtype).eps * W.abs().mT.double() @ W.abs().double()
+    assert ((whole.double() - W.mT.double() @ W.double()).abs() <= close).all()
 
 
 @pytest.mark.parametrize("k", [1, 12, 140])
