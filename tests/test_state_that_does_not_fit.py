@@ -5,6 +5,7 @@ So it is with weights, groups and settings that are changed by hand between step
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -234,6 +235,17 @@ def test_a_fused_group_takes_state_that_lies_as_its_weight():
         optimizer.step()
     turned = by_hand(entry(3, exp_avg=lambda t: t.mT.contiguous().mT))
     assert_refused_by_hand(optimizer, turned, r"table has exp_avg of strides \(1, 5\).*fused")
+
+
+@pytest.mark.parametrize("rows, fits", [(1, True), (2, False)])
+def test_a_fused_group_asks_for_the_strides_of_more_than_one_row(rows, fits):
+    """A single row lies as the weight's does, whatever its stride is."""
+    w = torch.nn.Parameter(torch.ones(rows, 4))
+    optimizer = train(PRO([{"params": [w], "algorithm": "adamw", "lr": 0.1, "fused": True}]), [0])
+    before, w.grad = w.detach().clone(), torch.ones(rows, 8)[:, :4]
+    with nullcontext() if fits else refused(optimizer, r"a gradient of strides \(8, 1\).*fused"):
+        optimizer.step()
+    assert (w != before).all() if fits else (w == before).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
