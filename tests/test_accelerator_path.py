@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.engine.adamw import AdamWGroups
 from tests.inputs import HOST_READS, INF, NAN, forbid_host_reads, normal, step, weight
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, run
 from tests.training import contents, differences
@@ -83,6 +84,16 @@ def test_fused_adamw_stays_where_a_gradient_is_not_finite(no_branching, value, a
     steps = {name: float(optimizer.state[p]["step"]) for name, p in named[1:]}
     assert steps == {"bad": 4.0, "half": 6.0 if apart else 4.0, "good": 6.0 if apart else 4.0}
     assert optimizer.skipped() == {"matrix": 0, "bad": 2}
+
+
+def test_counts_of_fused_adamw_follow_their_weights_device():
+    """Meta stands for it."""
+    adamw, weights = AdamWGroups(), [weight(5).to("meta"), weight(3).to("meta")]
+    adamw.skipped = {weights[0]: 2}  # as counted on a CPU
+    for w in weights:
+        w.grad = torch.empty_like(w)
+    found = adamw._look([{"params": weights, "fused": True}])
+    assert {t.device for t in (*found.values(), *adamw.skipped.values())} == {weights[0].device}
 
 
 def test_large_finite_gradients_step_fused_adamw(no_branching):
