@@ -125,6 +125,27 @@ def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
         assert decided(TRITON.admit, b).evident.tolist() == expected.evident.tolist()
 
 
+@pytest.mark.parametrize("admit", [admission.admit, TRITON.admit], ids=["torch", "triton"])
+@pytest.mark.parametrize("storage", [BF16, HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("side", ["lambda_L", "lambda_S", "mu"])
+def test_evidence_ends_where_the_eigenvalues_sum_overflows(admit, storage, side):
+    """As a factor's trace may be: of a matrix whose least root is within 5 % of where n eigenvalues would be so large.
+
+    In units of c the whitened gradient stays what it is, and the new roots do, but for the damping's thousandth.
+    """
+    usual = arguments(1, 5, 9, 4, dtype=DOUBLE, auto=False, kinds=("usual",)) | {"M": storage}
+    roots = decided(admission.admit, usual).s
+    lowest = {"lambda_L": roots.L, "lambda_S": roots.S, "mu": roots.mu}[side].min()
+    for apart, evident in ((1.05, True), (0.95, False)):
+        c = apart * (9 / torch.finfo(storage).max) ** 0.5 / lowest
+        b = usual | {f"inv_sqrt_{side}": usual[f"inv_sqrt_{side}"] * c}
+        if side != "mu":
+            b |= {name: usual[name] / c for name in ("A", "G_tilde")}
+        if side != "lambda_S":
+            b["e_res"] = usual["e_res"] / c**2
+        assert decided(admit, b).evident.tolist() == [evident]
+
+
 def test_a_gradient_whose_square_overflows_is_bounded():
     a = arguments(2, 5, 9, 4, kinds=("usual",))
     for name, factor in (("A", 1e25), ("G_tilde", 1e25), ("e_res", 1e38)):
