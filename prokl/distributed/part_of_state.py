@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from prokl.distributed.ownership import Part
 
 _aten = torch.ops.aten
-_LOCAL = {_aten.detach, _aten.clone, _aten._to_copy, _aten.alias}
+_LOCAL = {_aten.detach, _aten.clone, _aten._to_copy, _aten.alias}  # all else that they take goes by name
 
 
 class PartOfState(DTensor):
@@ -73,7 +73,7 @@ class PartOfState(DTensor):
         """Copy and move what is here; anything else would compute with a part as if it were the whole."""
         it, kwargs = args[0], kwargs or {}
         if func.overloadpacket in _LOCAL and isinstance(it, PartOfState):
-            return it._like(func(it._local_tensor, *args[1:], **kwargs))
+            return it._like(func(it._local_tensor, **kwargs))
         if func.overloadpacket is _aten.new_empty and isinstance(it, PartOfState):  # staging, which fills it
             return it._like(it._local_tensor.new_empty(it._local_tensor.shape, **kwargs))
         raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
