@@ -235,6 +235,15 @@ def test_a_wrappers_own_master_stays_with_its_weight(cls, kwargs, mode):
     assert optimizer.state[p]["master"] is theirs and "master" not in optimizer.state[late]
 
 
+@pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
+def test_a_wrappers_master_in_the_form_of_ours_stays_too(cls, kwargs):
+    p = weight(20, 12)
+    optimizer = cls([p], **kwargs)
+    theirs = optimizer.state[p]["master"] = p.detach().mT.clone()
+    train(optimizer, range(3))
+    assert optimizer.state[p]["master"] is theirs and theirs.shape == optimizer.state[p]["M_Q"].shape
+
+
 def test_a_master_goes_with_its_mode():
     """Also one that waits for its first gradient."""
     optimizer = train(PRO(named((12, 20), (12, 20), dtype=BF16), rank=3, bf16_weights="master"), [0], missing={(0, 1)})
