@@ -106,7 +106,7 @@ WHOLE = {
     "a list of numbers": (attention(num_heads=[3, 3]), UNKNOWN),
     "a bool": (attention(num_heads=True), UNKNOWN),
     "heads that are modules": (attention(heads=nn.ModuleList([nn.Identity()])), UNKNOWN),
-    "a number further out": (with_settings(at("a.b.c", attention()), num_heads=3), UNKNOWN),
+    "a number further out": (with_settings(at("a.b", attention()), num_heads=3), UNKNOWN),
     "a number that does not divide": (attention(num_heads=5), "; not by heads: there are no 5 of 12 rows of q, and"),
     "a size that does not fit": (
         attention(num_heads=3, head_dim=8),
