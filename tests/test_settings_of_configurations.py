@@ -1,10 +1,10 @@
 """Settings as configuration systems and NumPy give them: told apart from what was meant, and kept in plain types."""
 
+import ast
 import enum
 import inspect
 import re
 import typing
-from ast import literal_eval
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,6 +148,20 @@ def test_advanced_settings_are_keywords_and_keys_of_groups(cls):
     assert found == [(1e-3, None, False), (1e-4, None, False)]
 
 
+def test_each_argument_has_the_default_that_the_page_gives_it():
+    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text().partition("## Groups")[0]
+    given = {name: default.strip() for name, default in re.findall(r"^\| `(\w+)` \| ([^|]+)\|", page, re.MULTILINE)}
+    wanted = {name: MUON if default == "as Muon" else ast.literal_eval(default) for name, default in given.items()}
+    for cls, advanced in ((PRO, PRO_ADVANCED), (KL, KL_ADVANCED)):
+        parameters = inspect.signature(cls).parameters
+        found = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | advanced
+        if cls is KL:  # as the page's first lines say
+            for name in {"rank", "alpha_kl", "variant", *PRO_ADVANCED.keys() - KL_ADVANCED.keys()}:
+                del wanted[name]
+            wanted |= {"lr": 0.002, "momentum": 0.95, "beta2": 0.95}
+        assert found == wanted
+
+
 @both
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float", "float64", "double"])
 def test_a_dtype_goes_by_the_names_that_torch_has(cls, name):
@@ -168,17 +182,3 @@ def test_each_advanced_keyword_has_a_default_and_a_type():
         assert typing.get_type_hints(cls.__init__)["advanced"] == typing_extensions.Unpack[Advanced]
     listed = re.search(r"(eps=1e-8.*?)\.\n\n", PRO.__doc__, re.DOTALL)[1]
     assert eval(f"dict({listed})") == PRO_ADVANCED
-
-
-def test_each_argument_has_the_default_that_the_page_gives_it():
-    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text().partition("## Groups")[0]
-    given = {name: default.strip() for name, default in re.findall(r"^\| `(\w+)` \| ([^|]+)\|", page, re.MULTILINE)}
-    wanted = {name: MUON if default == "as Muon" else literal_eval(default) for name, default in given.items()}
-    for cls, advanced in ((PRO, PRO_ADVANCED), (KL, KL_ADVANCED)):
-        parameters = inspect.signature(cls).parameters
-        found = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | advanced
-        if cls is KL:  # as the page's first lines say
-            for name in {"rank", "alpha_kl", "variant", *PRO_ADVANCED.keys() - KL_ADVANCED.keys()}:
-                del wanted[name]
-            wanted |= {"lr": 0.002, "momentum": 0.95, "beta2": 0.95}
-        assert found == wanted
