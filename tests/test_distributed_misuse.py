@@ -1,6 +1,7 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import prokl
+from prokl.distributed import agreement
 from tests.distributed.placements import (
     Run,
     assert_close,
@@ -405,6 +407,22 @@ def test_the_weight_that_differs_is_named_on_every_rank(what, words, pools):
         assert kind == "RuntimeError" and all(word in text for word in words), text
         assert "Ranks 0 and 1" in text and "must be the same on all ranks" in text
         assert "of rank" not in text and " a (8, 12)" not in text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([("a", "0 to 1 of rank 0"), ("b", "0 to 1 of rank 0")], "b, 0 to 1 of rank 1; b, 0 to 1 of rank 0"),
+        ([("a", "0 to 1 of rank 1"), ("c", "0 to 1 of rank 0")], "b; c"),
+        ([("a", "0 to 1 of rank 0")], "b; nothing"),
+    ],
+    ids=["owner", "weight", "number"],
+)
+def test_the_first_difference_is_told_and_owners_last(theirs, words):
+    """Of the first ranks that differ; here the last of three."""
+    ours = [("a", "0 to 1 of rank 0"), ("b", "0 to 1 of rank 1")]
+    error = agreement._difference(SimpleNamespace(ranks=(4, 5, 7)), [ours, ours, theirs])
+    assert f"Ranks 4 and 7 gave this optimizer other weights: {words}. Names" in str(error)
 
 
 def changed_after_the_start(key, setting):
