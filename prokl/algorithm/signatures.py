@@ -1,4 +1,4 @@
-"""Arguments of the constructors, of ``param_groups`` and of AdamW's groups: where one belongs that a call lacks."""
+"""Arguments of the constructors, ``param_groups`` and AdamW's groups, and where one belongs that a call refuses."""
 
 from __future__ import annotations
 
