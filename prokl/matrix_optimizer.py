@@ -28,9 +28,8 @@ from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
-from prokl.engine.arguments import in_float16, without_effect
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.newcomers import like_conv1d, plain_group, split_off_vectors
+from prokl.engine.newcomers import in_float16, like_conv1d, plain_group, split_off_vectors, without_effect
 from prokl.engine.validation import (
     check_algorithm_named,
     check_in_one_group,

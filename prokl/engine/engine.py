@@ -31,10 +31,9 @@ from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.arguments import in_float16
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
-from prokl.engine.newcomers import plain_group
+from prokl.engine.newcomers import in_float16, plain_group
 from prokl.engine.specified import SpecifiedBucket
 from prokl.engine.validation import (
     PLAIN,
