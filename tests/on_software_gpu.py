@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -51,7 +52,7 @@ def on_software_gpu(
             return select(backend, device, precision, dtype)
         balanced = precision == "balanced" and dtype == torch.float32
         made = _triton_backend(use_cuda_qr, host_readable, balanced, False)
-        return chosen.setdefault(balanced, replace(made, io=io))
+        return chosen.setdefault(balanced, replace(made, io=partial(io, pairs=balanced)))
 
     with redirect_launches(launcher, "cpu"), patch.object(Engine, "select", staticmethod(here)):
         yield
