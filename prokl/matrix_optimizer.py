@@ -76,12 +76,14 @@ class MatrixOptimizer(Optimizer):
 
     @classmethod
     def _usual(cls) -> dict[str, Any]:
-        """Return the default of every setting; a subclass may have some of its own."""
+        """Return the default of every setting; a subclass may have another one of some, and arguments that are none."""
         usual: dict[str, Any] = {**cls._advanced}
         for base in reversed(cls.__mro__[: cls.__mro__.index(MatrixOptimizer)]):
             parameters = inspect.signature(base).parameters
             usual |= {key: p.default for key, p in parameters.items() if p.default is not p.empty}
-        return {key: value for key, value in usual.items() if key != "process_group"}
+        method_class = next(base for base in cls.__mro__ if "method" in vars(base))
+        settings = {*cls._advanced, *inspect.signature(method_class).parameters} - {"params", "process_group"}
+        return {key: value for key, value in usual.items() if key in settings}
 
     @property
     def engine(self) -> Engine:

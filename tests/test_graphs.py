@@ -6,6 +6,7 @@ the host decides and that no tensor carries is therefore stale in a replay, as o
 """
 
 import gc
+import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -98,7 +99,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: replace(select(*asked), graphs=True)))
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
-    monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device: None)
+    monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device, before=None: object())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM["current"])
     monkeypatch.setitem(STREAM, "current", "the caller's")
     forbid_host_reads(monkeypatch)
@@ -520,3 +521,39 @@ def test_on_a_cpu_nothing_is_recorded(monkeypatch):
     forbid_host_reads(monkeypatch)
     monkeypatch.setattr(prokl.engine.graphs, "record", None)  # which a call would show
     train(PRO, backend="torch")
+
+
+def test_no_pool_is_taken_again_that_no_graph_uses(monkeypatch, few_kernels):
+    """As torch takes none: the second stream's bucket is made anew, and the first one keeps its graphs."""
+    users = {}
+
+    def record(run, device, capture):
+        if capture in users and not any(graph() for graph in users[capture]):
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+        graph = lambda: run()  # noqa: E731  (an object of its own)
+        users.setdefault(capture, []).append(weakref.ref(graph))
+        return graph
+
+    @contextmanager
+    def beside(engine, bucket, *other):
+        STREAM["current"] = "second"
+        yield
+        STREAM["current"] = "first"
+
+    monkeypatch.setitem(STREAM, "current", "first")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM["current"])
+    monkeypatch.setattr(prokl.engine.graphs, "record", record)
+    monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device, before=None: object())
+    monkeypatch.setattr(Engine, "_beside", beside)
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in ((8, 12), (6, 9), (6, 9))]
+    optimizer = ProKLShampoo(weights, rank=2)
+    for step in range(13):
+        weights[2].requires_grad_(step < 5)
+        for W in weights:
+            W.grad = torch.randn(W.shape, generator=g) if W.requires_grad else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        gc.collect()
+    assert not optimizer.engine.graphs.refused and len(users) == 3  # one pool of the first, two of the second

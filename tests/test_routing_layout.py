@@ -240,3 +240,11 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
         for own in told:
             param_groups(model, **RATES, **own)
         param_groups(holding(qkv=linear(8, 12)), **RATES)  # one key and value for all heads, or something else
+        model["0"].qkv.requires_grad_(False), model["1"].qkv.requires_grad_(False)
+        param_groups(nn.ModuleDict({**model, "head": linear(8, 8)}), **RATES)
+
+
+def test_the_warning_of_q_k_and_v_names_one_modules_weights():
+    model = nn.ModuleDict({"0": holding(qkv=nn.utils.parametrizations.weight_norm(linear(8, 24)))})
+    with pytest.warns(UserWarning, match=r"split={'\*\.qkv\.parametrizations\.weight\.original1': 3}"):
+        param_groups(model, **RATES)

@@ -18,6 +18,7 @@ from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.device import SecondStream
 from prokl.backends.triton_ops import TritonAlgebra
+from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
 from tests.inputs import normal, weight
@@ -205,3 +206,29 @@ def test_two_buckets_share_a_gpu_if_any_two_have_room(devices, sizes, beside, mo
     monkeypatch.setattr("prokl.engine.engine.SecondStream", lambda device, priority: "another stream")
     found = ProKLShampoo([weight(4, 6)]).engine._beside(*buckets[:2])
     assert (found == "another stream") is beside
+
+
+def test_a_bucket_keeps_its_stream_whoever_has_gradients(monkeypatch):
+    """Only one that begins goes with the first stream, where it may take all the temporary memory that there is."""
+    weights, seen, now = [weight(4, 6), weight(5, 6), weight(6, 6), weight(7, 8)], {}, ["first"]
+    optimizer, execute = ProKLShampoo(weights, rank=2), Bucket.execute
+
+    @contextmanager
+    def beside(engine, bucket, *other):
+        now[0] = "second" if other else "nobody's"
+        yield
+        now[0] = "first"
+
+    def noted(bucket, plan):
+        seen.setdefault(bucket.layout.m, []).append("begins" * bool(plan.initialising) + now[0])
+        return execute(bucket, plan)
+
+    monkeypatch.setattr(Engine, "_beside", beside)
+    monkeypatch.setattr(Bucket, "execute", noted)
+    for step in range(6):
+        for i, W in enumerate(weights):
+            W.grad = None if step and (step + i) % 3 == 0 else normal(*W.shape, seed=step)
+        optimizer.step()
+    for m, stream in ((4, "first"), (5, "second"), (6, "first"), (7, "second")):
+        begun, *others = seen[m]
+        assert begun == "beginsfirst" and {*others} == {stream}

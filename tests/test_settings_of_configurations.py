@@ -1,6 +1,7 @@
 """Settings as configuration systems and NumPy give them: told apart from what was meant, and kept in plain types."""
 
 import ast
+import copy
 import enum
 import inspect
 import re
@@ -182,3 +183,14 @@ def test_each_advanced_keyword_has_a_default_and_a_type():
         assert typing.get_type_hints(cls.__init__)["advanced"] == typing_extensions.Unpack[Advanced]
     listed = re.search(r"(eps=1e-8.*?)\.\n\n", PRO.__doc__, re.DOTALL)[1]
     assert eval(f"dict({listed})") == PRO_ADVANCED
+
+
+def test_arguments_of_a_subclass_that_are_no_settings_stay_its_own():
+    class Mine(PRO):
+        def __init__(self, params, lr=0.01, verbose=False, **more):
+            super().__init__(params, lr=lr, **more)
+
+    optimizer = Mine([weight(4, 6)])
+    optimizer.load_state_dict(optimizer.state_dict())
+    for found in (optimizer, copy.deepcopy(optimizer)):
+        assert "verbose" not in found.defaults | found.param_groups[0]

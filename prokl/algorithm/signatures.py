@@ -50,7 +50,7 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
         elif key == "nesterov":
             where = "its momentum is as the method has it; leave it out"
         else:
-            spelt = SYNONYMS.get(key, key.replace("_wd", "_weight_decay"))
+            spelt = SYNONYMS.get(key, key.replace("_wd", "_weight_decay").replace("learning_rate", "lr"))
             nearest = get_close_matches(spelt, known, n=1)
             raise TypeError(
                 f"{title}() got an unexpected keyword argument {key!r}: "

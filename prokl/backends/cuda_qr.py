@@ -170,11 +170,11 @@ def _orthonormalised(
 ) -> Factorisation:
     """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last.
 
-    W may be a product with a root; ``status`` then has LOST where there is no root. Products of many columns are those
-    of large factors: what these round is far below what the last look lets pass. Of few columns they are launches
-    rather than arithmetic.
+    W may be a product with a root, ``of_root``; ``status`` then has LOST where there is no root. With many columns its
+    products are those of large factors: what these round lies far below what the last look lets pass, and the
+    basis that Q turns is made orthonormal after it (Algebra.refreshed), as no other one is.
     """
-    operand = ops.operand if W.shape[-1] > BLOCK[W.dtype] else lambda t: t
+    operand = ops.operand if of_root and W.shape[-1] > BLOCK[W.dtype] else lambda t: t
     for i in range(passes):
         W_ = operand(W)
         F, status = torch.ops.prokl.factor(_gram(ops, W_), Kind.PASS if i == 0 else Kind.SETTLE, status)

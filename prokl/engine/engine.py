@@ -120,14 +120,18 @@ class Engine:
             ValueError: what cannot be stepped as it is; nothing has moved then.
         """
         messages: list[str] = []
-        work = self.decide()
-        for i in range(0, len(work), 2):
-            # One bucket's small launches leave processors idle, which the other one's products take.
-            beside = self._beside(*(bucket for bucket, _ in work[i : i + 2]))
-            messages += self.advance(*work[i])
-            with beside:
-                for bucket, plan in work[i + 1 : i + 2]:
-                    messages += self.advance(bucket, plan)
+        plans, every = dict(self.decide()), [*self.buckets()]
+        # Two by two: one bucket's small launches leave processors idle, which the other one's products take. A bucket
+        # has the same stream in every step, as its graphs belong to one.
+        for first, *second in (every[i : i + 2] for i in range(0, len(every), 2)):
+            beside = self._beside(first, *(bucket for bucket in second if bucket in plans))
+            if first in plans:
+                messages += self.advance(first, plans[first])
+            for bucket in second:
+                if bucket in plans:
+                    # One that begins takes all the temporary memory that there is, and reads the device.
+                    with nullcontext() if plans[bucket].initialising else beside:
+                        messages += self.advance(bucket, plans[bucket])
         self.step_adamw()
         return messages + self.warnings()
 

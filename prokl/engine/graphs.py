@@ -31,9 +31,10 @@ class Capture(NamedTuple):
     stream: Any
 
     @classmethod
-    def on(cls, device: torch.device) -> Capture:
-        """Make a pool and a stream of ``device``."""
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    def on(cls, device: torch.device, before: Capture | None = None) -> Capture:
+        """Make a pool of ``device``, and a stream where there is none from before, as torch has few of them."""
+        stream = torch.cuda.Stream(device) if before is None else before.stream  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.graph_pool_handle(), stream)
 
 
 FAILED: list[Any] = []
@@ -127,12 +128,14 @@ class Graphs:
 
     def __init__(self, refused: bool = False) -> None:
         self.refused = refused
-        self.replays: dict[Bucket, dict[Hashable, Recorded | None]] = {}
+        self.replays: dict[Bucket, dict[tuple[Any, ...], Recorded | None]] = {}
         self.captures: dict[Any, Capture] = {}  # by the stream that replays, which belongs to a device
 
     def anew(self) -> Graphs:
         """Return the same without any graph."""
-        return Graphs(self.refused)
+        other = Graphs(self.refused)
+        other.captures = self.captures
+        return other
 
     def keep(self, buckets: Iterable[Bucket]) -> None:
         """Give up the graphs of all other buckets."""
@@ -192,13 +195,12 @@ class Graphs:
     def _drop(self, bucket: Bucket) -> None:
         """Give up a bucket's graphs."""
         self.replays.pop(bucket, {}).clear()
-        if not self.replays:  # torch takes no pool again that no graph uses any more
-            self.captures.clear()
 
     def _record(self, bucket: Bucket, plan: Plan, stream: Any) -> Recorded:
         device = bucket.layout.device
-        if stream not in self.captures:
-            self.captures[stream] = Capture.on(device)
+        if not any(key[-1] == stream and own for kept in self.replays.values() for key, own in kept.items()):
+            # torch takes no pool again that no graph uses any more
+            self.captures[stream] = Capture.on(device, self.captures.get(stream))
         rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
         return Recorded(record(partial(bucket.execute, plan), device, self.captures[stream]), rows)
 

@@ -148,8 +148,8 @@ class Readings:
             f"heads={pattern!r}": _number(pattern, value) for pattern, value in told.items()
         }
         self._unused = {*self._transposed, *self._split, *self._heads}
-        self.fused: list[str] = []
-        """Names of weights that stay whole, though their names and shapes are those of q, k and v in one."""
+        self.fused: list[tuple[str, str]] = []
+        """Weights, and their modules' last names, that stay whole, though both look like q, k and v in one."""
 
     def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank) -> Route:
         """Return the route of a matrix weight with its reading, its rank, and the reason that says so.
@@ -188,8 +188,9 @@ class Readings:
             shapes = pieces(p, transposed, split)
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
-            if any(o.path and QKV.fullmatch(o.path[-1]) for o in owners) and shapes[0].rows == 3 * shapes[0].cols:
-                self.fused.append(route.names[0])
+            module = next((o.path[-1] for o in owners if o.path and QKV.fullmatch(o.path[-1])), None)
+            if module is not None and shapes[0].rows == 3 * shapes[0].cols and not route.frozen:
+                self.fused.append((route.names[0], module))
         note += of_heads
         if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
             note += "; each read as (out, in) (transposed= reads it as (in, out))"

@@ -200,11 +200,12 @@ def param_groups(
         members.setdefault((route.algorithm, route.decays, own), []).append((route, p))
     readings.check_used()
     if readings.fused and not type(model).__module__.startswith("transformers."):  # whose layouts are known
-        name = readings.fused[0]
-        pattern = "*" + name[name.rfind(".", 0, name.rfind(".")) :] if name.count(".") > 1 else name
+        name, module = readings.fused[0]
+        pattern = "*." + name[name.rindex(module + ".") :] if f".{module}." in name else name
+        many = len(readings.fused) > 1
         warnings.warn(
-            f"{name!r}{' and others' * (len(readings.fused) > 1)} look like q, k and v in one weight and are stepped "
-            "as one matrix, which ends higher (docs/findings.md, fused weights). If the rows are those of q, then k, "
+            f"{name!r}{' and others look' if many else ' looks'} like q, k and v in one weight, which is stepped "
+            "as one matrix and ends higher (docs/findings.md, fused weights). If the rows are those of q, then k, "
             f"then v, give split={{{pattern!r}: 3}} and heads={{{pattern!r}: number of heads}}; else "
             f"split={{{pattern!r}: 1}}.",
             stacklevel=3,
