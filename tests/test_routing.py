@@ -474,3 +474,12 @@ def test_no_weight_decay_of_a_part_holds_inside_it():
     groups = param_groups(model, **RATES, weight_decay=0.1, adamw_weight_decay=0.2)
     decay = {name: g["weight_decay"] for g in groups for name, _ in g["params"]}
     assert (decay["backbone.first.weight"], decay["first.weight"], decay["backbone.pos_embed"]) == (0.0, 0.1, 0.0)
+
+
+def test_a_tied_weights_second_name_asks_for_no_decay_too():
+    model = holding(first=linear(8, 8), second=linear(8, 8), other=linear(8, 8))
+    model.second.weight = model.first.weight
+    model.no_weight_decay = lambda: {"second.weight"}
+    found = {route.names: route.reason for route in param_groups(model, **RATES, weight_decay=0.1).routes}
+    assert found["first.weight", "second.weight"].endswith("; no weight decay, by no_weight_decay()")
+    assert "decay" not in found["other.weight",]
