@@ -6,7 +6,7 @@ Its search tries the first one and the next higher one, and goes on beyond the b
 Pro-KLShampoo has queries and keys by heads, as param_groups makes its groups. Muon has whole weights, as torch's; its
 step on a GPU is in batches, as the host would bound torch's. This order was fixed before the first run. Which rates
 follow depends on losses alone, but for six runs that asked why Muon led: Pro-KLShampoo with alpha_kl 0.002 at 0.03 and
-with 0.02, with rank 32 at 0.0133, the second seed of it and of Muon by heads, and whole weights.
+with 0.02, with rank 32 at 0.0133, with whole weights, and unchanged on a second seed, and Muon by heads on that.
 
 1. AdamW at its first two rates. The better is that of embedding and head under every other method.
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns. These are the first eight runs or so. Then at

@@ -153,8 +153,10 @@ class LocalWeight:
             stand_in.detach().zero_()
         if self.own_memory and self.here and may_move(p):
             stand_in.detach().copy_(local(p)[self._index])
-        gradient = None if self.gradient is None else torch.empty_like(stand_in)
-        if self.gradient is not None and self.here:
+        gradient = None
+        if self.gradient is not None and not self.here:
+            gradient = torch.empty_like(stand_in)
+        elif self.gradient is not None:
             gradient = self.gradient[self._index]
             if self.stacked and len(self.parts) > 1:  # where agreeing may write into it: the gradient is the caller's
                 gradient = gradient.clone()

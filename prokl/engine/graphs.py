@@ -109,7 +109,8 @@ def _end_random_numbers(device: torch.device) -> None:
 
 KEPT = 4
 """Graphs kept of one bucket, whose kernels take memory: those of ordinary and refresh steps, and two for clocks that
-drift apart. The longest unused go first; experts that began at different steps need one for each of their refreshes."""
+drift apart, all on one stream. The longest unused go first; experts that began at different steps need one for each of
+their refreshes."""
 
 
 class Recorded(NamedTuple):
