@@ -2,10 +2,14 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from prokl.distributed.ownership import Home, Part, divide
+from prokl.distributed.state import own_parts
+from prokl.distributed.team import Team
 
 
 def anywhere(count, cost, world):
@@ -97,3 +101,26 @@ def test_weights_that_come_later_change_no_owner():
     assert divide(first, again) == before
     later = divide([anywhere(1, 3.0, 3)], loads)
     assert later[0][0].owner == min(range(3), key=lambda rank: again[rank])
+
+
+@pytest.mark.parametrize("given", [[3, 5, 4], (3, 5, 4), torch.tensor([3, 5, 4])])
+def test_a_rank_takes_its_own_of_what_is_loaded_for_a_stack(given):
+    weight = SimpleNamespace(stacked=True, mine=range(1, 3))
+    loaded = {"step": given, "L_Q": torch.arange(12.0).view(3, 2, 2), "skipped": 7}
+    layout = {"step": ((3,), torch.int64), "L_Q": ((3, 2, 2), torch.float32)}
+    owned = own_parts(weight, loaded, layout)
+    assert list(owned["step"]) == [5, 4] and owned["skipped"] == 7
+    assert torch.equal(owned["L_Q"], loaded["L_Q"][1:])
+
+
+def test_copies_of_a_block_make_a_group_without_the_other_ranks(monkeypatch):
+    """All ranks of a job would have to make it otherwise, those without a copy too."""
+    mesh, made = SimpleNamespace(ndim=3, get_group=lambda dim: f"dim {dim}"), []
+    ranks = {"whole": range(8), "dim 0": (0, 4), "dim 1": (0, 2), "dim 2": (0, 1), "new": (0, 1, 4, 5)}
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(ranks[group]))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **how: made.append((given, how)) or "new")
+    team = Team("whole")
+    assert team.copies([0, 1], mesh).group == "dim 2" and not made
+    assert team.copies([0, 1, 4, 5], mesh) is team.copies([0, 1, 4, 5], mesh)
+    assert made == [(([0, 1, 4, 5],), {"use_local_synchronization": True})]
