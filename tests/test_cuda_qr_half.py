@@ -18,6 +18,7 @@ from prokl.backends.select import Backend
 from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.cuda_qr import QRStatus
 from prokl.engine.engine import Engine
+from prokl.pair import Pair
 
 
 class WithExtension(PairedAlgebra):
@@ -121,3 +122,34 @@ def test_balanced_refreshes_lose_what_pairs_hold_less(extension_on_cpu):
     """A pair holds 2^-17 of an entry, float32 2^-24; measured 12 to 17 times its error, 128 are allowed."""
     balanced, own = (scaled_error(ops(), 140) for ops in (WithExtension, InFloat32))
     assert 2 * own < balanced <= 128 * own  # and the products of a refresh are pairs'
+
+
+class Noted(PairedAlgebra):
+    """Notes which Gram matrices a QR takes of pairs."""
+
+    def __init__(self):
+        super().__init__(host_readable=False)
+        self.of_pairs = []
+
+    def symmetric_product(self, A, /, **more):
+        self.of_pairs.append(isinstance(A, Pair))
+        return super().symmetric_product(A, **more)
+
+
+@pytest.mark.parametrize("k, pairs", [(64, False), (140, True)])
+def test_passes_of_a_large_l_alone_take_pairs(k, pairs, extension_on_cpu):
+    """Q_L is made orthonormal after them; U and Q_S stay as they are left: 5e-7 off in float32, 1e-5 by pairs."""
+    ops, g = Noted(), torch.Generator().manual_seed(0)
+    X = torch.randn(1, k, 4 * k, generator=g)
+    cuda_qr.semidefinite_qr(ops, X @ X.mT / (4 * k))
+    assert ops.of_pairs == [pairs] * 3
+    ops.of_pairs.clear()
+    U = torch.linalg.qr(torch.randn(1, 2 * k, k, generator=g))[0]
+    G = torch.randn(1, 8, 2 * k, generator=g)
+    G_tilde, K = G @ U, 0.5 * torch.eye(k)[None]
+    G_perp, K = G - G_tilde @ U.mT, K + 0.1 * G_tilde.mT @ G_tilde
+    U = cuda_qr.track(ops, ops.operand(G_perp), ops.operand(G_tilde), K, U, 0.1).Q
+    Q_S = cuda_qr.coordinates_qr(ops, K, torch.eye(k)[None]).Q
+    assert not any(ops.of_pairs) and len(ops.of_pairs) >= 3
+    for Q in (U.double(), Q_S.double()):
+        assert torch.linalg.matrix_norm(Q.mT @ Q - torch.eye(k, dtype=Q.dtype), ord=2) <= 2e-6
