@@ -31,7 +31,6 @@ BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "costs": (gpt124m.FILE, gpt124m_tables.costs),
-    "steps": ("step-cpu.csv", timing.costs),
     "steps-bf16": ("step-cpu-bf16.csv", timing.costs),
     "steps-gpu": ("step-gpu.csv", timing.costs),
     "disturbances-steps": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.DISTURBED)),
