@@ -1,6 +1,6 @@
 """Healthy and sick trainings of a tiny model, and what :func:`prokl.diagnostics.health` says of them.
 
-``python -m tests.health_runs`` prints the table of docs/diagnostics.md.
+``python -m tests.health_runs`` prints the numbers of all runs, which docs/diagnostics.md sums up.
 """
 
 import copy

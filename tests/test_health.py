@@ -312,17 +312,14 @@ def test_what_is_shown_of_health_logs_by_every_logger():
     assert logged[12] == scalars
 
 
-def test_every_number_is_explained_and_every_case_is_shown():
+def test_every_number_is_explained():
     model, optimizer = linear()
     for t in range(2):
         optimizer.zero_grad()
         model(normal(4, 6, seed=t)).square().mean().backward()
         optimizer.step()
     for key in diagnostics.health(optimizer).numbers:
-        assert f"| `{key.removeprefix('prokl/')}` |" in DOCUMENT  # in the table of runs
-        assert key.removeprefix("prokl/").rpartition("_")[0] in DOCUMENT
-    (header,) = re.findall(r"^\| \| (llama.*) \|$", DOCUMENT, re.MULTILINE)
-    assert header.split(" | ") == list(CASES)
+        assert f"| `{key.removeprefix('prokl/')}` |" in DOCUMENT
 
 
 def test_the_pages_loop_skips_a_step_whose_loss_is_nan(capsys):
