@@ -18,7 +18,6 @@ from pandas import DataFrame
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
 from bench.rows import RESULTS, ROOT, frame
-from bench.study import attention_tables as attention
 from bench.study import figures, gpt124m, gpt124m_tables, size
 from bench.study import lengths_tables as lengths
 from bench.timing import tables as timing
@@ -38,7 +37,6 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "robustness": ("robustness.csv", ablations.robustness_table),
     "size": ("size.csv", size.size_table),
     "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
-    "attention": ("attention.csv", partial(attention.heads_table, lengths=(400, figures.STEPS))),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
     "lengths-reached": ("lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
