@@ -15,27 +15,21 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
 from bench.rows import RESULTS, ROOT, frame
-from bench.study import figures, gpt124m, gpt124m_tables, size
+from bench.study import figures, gpt124m, gpt124m_tables
 from bench.study import lengths_tables as lengths
 from bench.timing import tables as timing
 
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "results")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "results")),
 )
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "costs": (gpt124m.FILE, gpt124m_tables.costs),
-    "steps-bf16": ("step-cpu-bf16.csv", timing.costs),
     "steps-gpu": ("step-gpu.csv", timing.costs),
-    "disturbances-steps": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.DISTURBED)),
-    "disturbances-losses": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.LOSSES)),
-    "robustness": ("robustness.csv", ablations.robustness_table),
-    "size": ("size.csv", size.size_table),
     "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
