@@ -1,6 +1,6 @@
 """Decision about a gradient and eigenvalue EMA with clip, for a bucket of weights in one launch.
 
-In PyTorch: ``prokl.algorithm.admission.admit``, in float64 like it.
+In PyTorch: ``prokl.algorithm.evidence.admit``, in float64 like it.
 
 B: matrices; M: short side; R: rank; N: long side.
 """

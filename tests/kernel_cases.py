@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.micro.case import Inputs, Sizes, tensors
-from prokl.algorithm import admission
+from prokl.algorithm import evidence
 from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
@@ -584,7 +584,7 @@ def decided(function: Callable[..., Admitted], i: Inputs, kappa: float | None = 
 
 
 def _decision(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    return numbers(decided(admission.admit, i))
+    return numbers(decided(evidence.admit, i))
 
 
 ADMIT = KernelCase(

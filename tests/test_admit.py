@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from prokl.algorithm import admission
+from prokl.algorithm import evidence
 from prokl.kernels.admit import ELEMENTS, MAX_TILE_ROWS
 from tests.kernel_cases import BF16, DEVICE, DOUBLE, HALF, SINGLE, TRITON, decided, flat
 
@@ -76,7 +76,7 @@ def agree(got, expected):
 def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype):
     for k, kind in enumerate(KINDS):  # with a start and without it in turn
         a = arguments(*size, dtype=dtype, auto=(k + SIZES.index(size)) % 2 == 0, kinds=(kind, "usual"))
-        agree(decided(TRITON.admit, a), decided(admission.admit, a))
+        agree(decided(TRITON.admit, a), decided(evidence.admit, a))
 
 
 def test_the_cases_that_are_compared_differ():
@@ -93,7 +93,7 @@ def test_the_paper_s_form_averages_and_decides_nothing(dtype):
     a = arguments(3, 5, 9, 4, dtype=dtype)
     found = decided(TRITON.admit, a, kappa=None)
     assert (found.scale, found.bounded, found.evident, found.changed) == (None, None, None, {})
-    agree(found, decided(admission.admit, a, kappa=None))
+    agree(found, decided(evidence.admit, a, kappa=None))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -120,12 +120,12 @@ def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
         b[key][1] /= small * 0.01
         b["lambda_0"][1] *= (small * 0.001) ** 2  # the ceilings move along
         b |= {name: b[name] * 1e-300 for name in ("A", "G_tilde", "e_res")}
-        expected = decided(admission.admit, b)
+        expected = decided(evidence.admit, b)
         assert expected.evident.tolist()[1] is False
         assert decided(TRITON.admit, b).evident.tolist() == expected.evident.tolist()
 
 
-@pytest.mark.parametrize("admit", [admission.admit, TRITON.admit], ids=["torch", "triton"])
+@pytest.mark.parametrize("admit", [evidence.admit, TRITON.admit], ids=["torch", "triton"])
 @pytest.mark.parametrize("storage", [BF16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("side", ["lambda_L", "lambda_S", "mu"])
 def test_evidence_ends_where_the_eigenvalues_sum_overflows(admit, storage, side):
@@ -134,7 +134,7 @@ def test_evidence_ends_where_the_eigenvalues_sum_overflows(admit, storage, side)
     In units of c the whitened gradient stays what it is, and the new roots do, but for the damping's thousandth.
     """
     usual = arguments(1, 5, 9, 4, dtype=DOUBLE, auto=False, kinds=("usual",)) | {"M": storage}
-    roots = decided(admission.admit, usual).s
+    roots = decided(evidence.admit, usual).s
     lowest = {"lambda_L": roots.L, "lambda_S": roots.S, "mu": roots.mu}[side].min()
     for apart, evident in ((1.05, True), (0.95, False)):
         c = apart * (9 / torch.finfo(storage).max) ** 0.5 / lowest
@@ -151,7 +151,7 @@ def test_a_gradient_whose_square_overflows_is_bounded():
     for name, factor in (("A", 1e25), ("G_tilde", 1e25), ("e_res", 1e38)):
         a[name] = a[name] * factor
     found = decided(TRITON.admit, a)
-    agree(found, decided(admission.admit, a))
+    agree(found, decided(evidence.admit, a))
     assert found.evident.all() and ((found.scale > 0) & (found.scale < 1e-20)).all()
     usual = flat(decided(TRITON.admit, arguments(2, 5, 9, 4, kinds=("beyond",))))
     assert float((found.s.L / usual["s.L"] - 1).abs().max()) < 3  # of c G alone, whatever G is

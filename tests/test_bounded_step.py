@@ -79,7 +79,7 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
     state = {"inv_sqrt_lambda_L": none}
     if lambda_0 is not None:
         state["lambda_0"] = torch.full_like(whole, lambda_0)
-    decision = evidence.clip_decision(evidence.Sizes(none, none, whole), torch.full_like(whole, rms), state, h)
+    decision = evidence.clip_decision((none, none, whole), torch.full_like(whole, rms), state, h)
     assert decision.changed.keys() == state.keys() - {"inv_sqrt_lambda_L"}
     for b, size in enumerate(SIZES):
         own = {key: value[b] for key, value in state.items()}

@@ -89,8 +89,8 @@ def test_a_rank_deficient_start_is_free_of_summation_order(method, case, dtype):
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 3.0, 1e30])
 def test_bases_ignore_the_gradients_scale_and_auto_follows_it(case, scale):
     G = gradients(case, torch.float32, 0)[0][None]
-    for start in (lambda G: initialise(G, 2, 0.95, "auto"), lambda G: initialise_kl(G, 0.95, "auto")):
-        plain, scaled = start(G), start(scale * G)
+    for start in (initialise, initialise_kl):
+        plain, scaled = (start(own, 2, {"beta2": 0.95, "init_eigenvalue": "auto"}) for own in (G, scale * G))
         for key, value in plain.items():
             power = 1.0 if key in ("lambda_0", "L_Q", "S", "R_Q") else -0.5 if key.startswith("inv_sqrt") else 0.0
             expected = value.double() * scale**power
@@ -116,7 +116,7 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
 def test_the_starts_factors_are_float64_products_rounded(init_eigenvalue):
     """torch's TF32 switches leave them alone therefore; products in float32 are off by some 1e-6."""
     G = normal(24, 3000)
-    found = [initialise(G, 8, 0.95, init_eigenvalue), initialise_kl(G, 0.95, init_eigenvalue)]
+    found = [start(G, 8, {"beta2": 0.95, "init_eigenvalue": init_eigenvalue}) for start in (initialise, initialise_kl)]
     unit = found[0]["lambda_0"].double() if init_eigenvalue == "auto" else 1.0
     turned = [state["Q_L"].double().mT @ G.double() for state in found]
     Gt, A = turned[0] @ found[0]["U"].double(), turned[1] @ found[1]["Q_R"].double()

@@ -1,7 +1,7 @@
 """The scalar gauge (c L, R / c): free in the objective and in the equations, bounded by the clip of the eigenvalues.
 
 The gradients are A^1/2 Z B^1/2 with diagonal A and B, in whose eigenbases the expected statistics are closed forms.
-These go through the step's own eigenvalue EMA, `prokl.algorithm.admission.averaged`.
+These go through the step's own eigenvalue EMA, `prokl.algorithm.evidence.averaged`.
 """
 
 import math
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prokl.algorithm.admission import averaged
+from prokl.algorithm.evidence import averaged
 from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Roots
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
@@ -35,6 +35,7 @@ def expected_step(lambda_L, lambda_S, mu, ceilings):
     before = Roots(lambda_L.rsqrt()[None], lambda_S.rsqrt()[None], mu.rsqrt()[None])
     s_L, s_S, s_mu = averaged(
         before,
+        before,
         (A * (B[:R] / lambda_S).sum())[None],
         (B[:R] * (A / lambda_L).mean())[None],
         (A * B[R:].sum())[None],
@@ -42,7 +43,7 @@ def expected_step(lambda_L, lambda_S, mu, ceilings):
         torch.tensor([ceilings / ceiling(N)], dtype=torch.float64),
         SimpleNamespace(beta2=BETA2),
         N,
-    )
+    )[0]
     return s_L[0] ** -2, s_S[0] ** -2, s_mu[0] ** -2
 
 

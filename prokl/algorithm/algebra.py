@@ -7,13 +7,12 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from prokl.algorithm import admission, evidence, qr
+from prokl.algorithm import evidence, qr
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import widest
 from prokl.algorithm.types import Admitted, Factor, Projected, Scale, State
@@ -23,13 +22,6 @@ PANEL, PANELS = 64, 8
 with products in float32 and float64. Measured (AMD EPYC, one thread, float32, 192 to 1024 rows): panels of 64 and of an
 eighth took 0.6 to 0.9 of the full product's time, others of 32 to 192 rows hardly less or more; in bfloat16 panels took
 longer than the full product."""
-
-
-def _panels(m: int) -> Iterator[slice]:
-    """Yield the rows of every panel."""
-    rows = max(PANEL, -(-m // PANELS))
-    for start in range(0, m, rows):
-        yield slice(start, min(start + rows, m))
 
 
 def per_matrix(scale: Scale) -> Scale:
@@ -105,8 +97,9 @@ class Algebra:
         if not (self.host_readable and pays):
             return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
         m = left.shape[-2]
-        D = left.new_empty((left.shape[0], m, m))
-        for rows in _panels(m):
+        D, size = left.new_empty((left.shape[0], m, m)), max(PANEL, -(-m // PANELS))
+        for start in range(0, m, size):
+            rows = slice(start, min(start + size, m))
             C_panel = None if C is None else C[:, rows, : rows.stop]
             # A result of its own: batched BLAS takes no strided one.
             panel = self.product(left[:, rows], right[:, : rows.stop].mT, C=C_panel, alpha=alpha, beta=beta)
@@ -163,7 +156,7 @@ class Algebra:
             h: hyper-parameters; without ``clip_threshold`` nothing is decided.
             n: long side, above r.
         """
-        return admission.admit(A, G_tilde, e_res, state, h, n)
+        return evidence.admit(A, G_tilde, e_res, state, h, n)
 
     def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
@@ -172,14 +165,12 @@ class Algebra:
             G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; G^par Q_S diag(a_S), half of what whitens it;
             A diag(c_S); Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
         """
-        (g, a, b), c = h.gradient_weights, admitted.scale
-        of_G: Scale = a + b * g if c is None else (a + b * g) * c
-        G_par, G_par_white = (
-            torch.add(x * per_matrix(of_G), y, alpha=b * h.momentum) for x, y in ((of.G, of.M), (of.A, of.B))
-        )
-        Z, c_L = of.G * admitted.c_L[:, :, None], admitted.c_L[:, :, None]
-        G_par_white, A_white = G_par_white.mul_(admitted.used.S[:, None, :]), of.A * admitted.c_S[:, None, :]
-        return self.operand(G_par), G_par_white, A_white, Z, self.operand(Z * c_L)
+        (g, a, b), c, c_L = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None]
+        of_G = per_matrix(a + b * g if c is None else (a + b * g) * c)
+        G_par = torch.add(of.G * of_G, of.M, alpha=b * h.momentum)
+        G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
+        Z = of.G * c_L
+        return self.operand(G_par), G_par_white, of.A * admitted.c_S[:, None, :], Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
@@ -208,7 +199,8 @@ class Algebra:
         G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
         X = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
         rows, a_L = self.row_norms(X), admitted.used.L
-        norm, size, captured = (evidence.norm(t, -1) for t in (rows * a_L, rows, self.row_norms(G_par)))
+        norm, size = evidence.norm(rows * a_L, -1), evidence.norm(rows, -1)
+        captured = evidence.norm(self.row_norms(G_par), -1)
         negligible = size <= self.noise(U.shape[-2], dtype, stored) * torch.hypot(size, captured)
         # Squares below the smallest normal number are rounding, which does not normalise X.
         inverse = torch.where(negligible | (norm < torch.finfo(dtype).tiny ** 0.5), 0.0, 1 / norm)
@@ -237,7 +229,8 @@ class Algebra:
         """
         T = self.product(x, y, alpha=alpha).mul_(rows[:, :, None])
         if bounded is not None and clipped is not None:
-            factor = evidence.clip_factor(evidence.norm(T), largest)
+            norm = evidence.norm(T)
+            factor = torch.where(norm > largest, largest / norm, 1.0)
             T, clipped = T.mul_(per_matrix(factor.to(T.dtype))), clipped + (bounded | (factor < 1))
         return self.product(left, self.operand(T)).to(dtype), clipped
 

@@ -1,4 +1,4 @@
-"""Bound the effect of one gradient on state and weight where it surprises, and ignore a gradient of zeros.
+"""Bound the effect of one gradient on state and weight where it surprises, and update the eigenvalues by it.
 
 The state predicts whitened gradients of size 1: E[g g^T] = L (x) R makes E ||L^-1/2 G R^-1/2||^2 = m n. So the root
 mean square of the whitened gradient, by the state before it, says how surprising the gradient is. Pro-KLShampoo takes
@@ -22,7 +22,12 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 * lambda_0, the unit of an "auto" start's ceilings and damping, falls to UNITS times what gradients are, so that the
   ceilings of a start out of proportion do not keep the eigenvalues from coming down.
 
-Dimension key: B matrices, m short side, k size of the long side's factor.
+All that Pro-KLShampoo needs follows from two sums of squares of A = G~ Q_S, with G~ = Q_L^T G U, and from the energies
+of rows beside the subspace. By its rows it is ell_i = sum_j A_ij^2 a_S,j^2, and by its columns rho_j = sum_i a_L,i^2
+A_ij^2 / m. The whitened sizes are a_L^2 ell and a_S^2 rho; the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of
+float32 may leave its range, so that they are in float64; beside the matrix products that costs little.
+
+Dimension key: B matrices, m short side, n long side, r rank, k size of the long side's factor.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import widest
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import ceiling, ceiling_factor, widest
+from prokl.algorithm.types import Admitted, Roots, State
 
 UNITS = 100.0
 """Largest lambda_0 in units of a gradient's root mean square: below that the ceilings, at least 10 a side, act on it
@@ -48,16 +53,9 @@ where gradients did not differ at all, or without momentum; with 2 none was."""
 ALWAYS_MOVE = ("M_Q", "clipped", "lambda_0")
 """State that a gradient without evidence changes, too."""
 
-
-class Sizes(NamedTuple):
-    """Root mean squares of the whitened gradient, by the state before it, in the widest dtype of the device."""
-
-    rows: Tensor
-    """Sizes along each direction of the short side's factor (B,m)."""
-    columns: Tensor
-    """Sizes along each direction of the long side's factor (B,k)."""
-    overall: Tensor
-    """Size of the whole gradient (B,), by which the decision is made."""
+Sizes = tuple[Tensor, Tensor, Tensor]
+"""Root mean squares of the whitened gradient, by the state before it, in the widest dtype of the device: along each
+direction of the short side's factor (B,m) and of the long side's (B,k), and the overall one (B,) that decides."""
 
 
 class ClipDecision(NamedTuple):
@@ -77,18 +75,26 @@ class ClipDecision(NamedTuple):
     """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"."""
 
 
+def norm(t: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:
+    """Return norms, Frobenius ones (B,) by default, in the widest dtype: squares of whitened float32 may overflow."""
+    if widest(t.device) == torch.float64:
+        return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64)
+    unit = t.abs().amax(dim, keepdim=True).clamp(torch.finfo(t.dtype).tiny, torch.finfo(t.dtype).max)
+    return torch.linalg.vector_norm(t / unit, dim=dim) * unit.squeeze(dim)
+
+
 def clip_decision(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> ClipDecision:
-    """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,).
+    """Decide about gradients of these whitened sizes and root mean square ``rms`` (B,).
 
     One whose size is not finite counts as zero, with c = 0 and no evidence.
     """
-    kappa, size = h.clip_threshold, sizes.overall
+    rows, columns, size = sizes
+    kappa, finite, dtype = h.clip_threshold, size.isfinite(), state["inv_sqrt_lambda_L"].dtype
     assert kappa is not None
-    finite = size.isfinite()
     scale = torch.where(finite & (size > kappa), kappa / size, finite.to(size.dtype))
-    rows, columns = (
-        1 / ((scale / kappa)[:, None] * t).nan_to_num(0.0).clamp(min=1) for t in (sizes.rows, sizes.columns)
-    )
+    share = (scale / kappa)[:, None]
+    rows = 1 / (share * rows).nan_to_num(0.0).clamp(min=1)
+    columns = 1 / (share * columns).nan_to_num(0.0).clamp(min=1)
     bounded = (scale < 1) | (rows < 1).any(dim=-1) | (columns < 1).any(dim=-1)
     changed = {}
     if "lambda_0" in state:
@@ -96,21 +102,7 @@ def clip_decision(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> ClipDeci
         lower = (h.beta2 * start).maximum(UNITS * rms)
         falls = finite & (rms > 0) & (lower < start)
         changed["lambda_0"] = torch.where(falls, lower, start).to(state["lambda_0"].dtype)
-    scale, rows, columns = (t.to(state["inv_sqrt_lambda_L"].dtype) for t in (scale, rows, columns))
-    return ClipDecision(scale, rows, columns, finite, bounded, changed)
-
-
-def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """Return the factors (B,) that bring ``norm`` (B,) down to ``largest`` where it is beyond."""
-    return torch.where(norm > largest, largest / norm, 1.0)
-
-
-def norm(t: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:
-    """Return norms, Frobenius ones (B,) by default, in the widest dtype: squares of whitened float32 may overflow."""
-    if widest(t.device) == torch.float64:
-        return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64)
-    unit = t.abs().amax(dim, keepdim=True).clamp(torch.finfo(t.dtype).tiny, torch.finfo(t.dtype).max)
-    return torch.linalg.vector_norm(t / unit, dim=dim) * unit.squeeze(dim)
+    return ClipDecision(scale.to(dtype), rows.to(dtype), columns.to(dtype), finite, bounded, changed)
 
 
 def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:
@@ -127,3 +119,99 @@ def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:
     lowest, highest = torch.cat([t.reshape(len(t), -1) for t in roots], dim=1).aminmax(dim=1)
     largest = torch.finfo(dtype).max
     return (lowest > (n / largest) ** 0.5) & (highest <= largest)
+
+
+def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
+    """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2, broadcast to the shape of s."""
+    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
+
+
+def damped(s: Tensor, eps: Tensor) -> Tensor:
+    """Return 1/(sqrt(lambda) + eps) from s = lambda^-1/2 (Algorithm 2, (P2)), eps broadcast to the shape of s."""
+    return s / (1 + eps * s)
+
+
+def roots_of(state: State, h: Hyper) -> tuple[Roots, Roots, Tensor, Tensor]:
+    """Return a state's inverse roots, undamped and damped, eps (B,) and the ceilings' factor (B,), in the widest dtype.
+
+    Both follow the start value of an "auto" state.
+    """
+    wide = widest(state["inv_sqrt_mu"].device)
+    s_L, s_S = state["inv_sqrt_lambda_L"].to(wide), state["inv_sqrt_lambda_S"].to(wide)
+    s, factor = Roots(s_L, s_S, state["inv_sqrt_mu"].to(wide)), ceiling_factor(state).to(wide)
+    eps = h.eps / factor
+    return s, Roots(damped(s_L, eps[:, None]), damped(s_S, eps[:, None]), damped(s.mu, eps)), eps, factor
+
+
+def measured(A: Tensor, e_res: Tensor, a: Roots, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sizes]:
+    """Measure a gradient by the damped inverse roots ``a``, in their dtype.
+
+    Returns:
+        ell (B,m), rho (B,r) and e_res (B,m); the units (B,) that these are in, 1 in float64; and the sizes.
+    """
+    (m, r), wide, unit = A.shape[-2:], a.mu.dtype, torch.ones_like(a.mu)
+    A, e_res, both = A.to(wide), e_res.to(wide), a.L * a.mu[:, None]
+    if wide == torch.float64:
+        squares = A.square()
+        ell = (squares * a.S.square()[:, None, :]).sum(dim=-1)
+        rho = squares.mul_(a.L.square()[:, :, None]).mean(dim=-2)
+        beside = both.square() * e_res
+    else:  # it has no room for A^2: the largest whitened entry is the unit where it is beyond 1
+        inside = (A * a.L[:, :, None] * a.S[:, None, :]).abs().amax(dim=(-2, -1))
+        unit = torch.maximum(inside, (both * e_res.sqrt()).amax(dim=-1)).clamp(1, torch.finfo(wide).max)
+        A, e_res = A / unit[:, None, None], e_res / unit[:, None] / unit[:, None]
+        ell = (A * a.S[:, None, :]).square().sum(dim=-1)
+        rho = (A * a.L[:, :, None]).square().mean(dim=-2)
+        beside = (both * e_res.sqrt()).square()
+    inside = a.L.square() * ell
+    overall = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r))).sqrt()
+    rows, columns = ((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt()
+    return ell, rho, e_res, unit, (rows * unit[:, None], columns * unit[:, None], overall * unit)
+
+
+def averaged(
+    s: Roots, a: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int
+) -> tuple[Roots, Roots]:
+    """Do the eigenvalue EMA with clip (Algorithm 2 (3)): lambda_L, lambda_S, then mu_perp with the new lambda_L.
+
+    Args:
+        s, a: clipped inverse roots before the step, undamped and damped.
+        ell: r ldiag (B,m). rho: rdiag (B,r). e_res: energies of the rows of G_perp (B,m).
+        eps: damping (B,). factor: of the ceilings (B,).
+        h: hyper-parameters. n: long side, above r.
+
+    Returns:
+        The new clipped inverse roots, undamped and damped.
+    """
+    (m, r), eps_k = (ell.shape[-1], rho.shape[-1]), eps[:, None]
+    s_L = clipped_ema(s.L, (ell + a.mu[:, None] ** 2 * e_res) / n, h.beta2, (ceiling(m) * factor)[:, None])
+    s_S = clipped_ema(s.S, rho, h.beta2, (ceiling(n) * factor)[:, None])
+    a_L = damped(s_L, eps_k)
+    s_mu = clipped_ema(s.mu, (e_res * a_L**2).sum(dim=-1) / (m * (n - r)), h.beta2, ceiling(n) * factor)
+    return Roots(s_L, s_S, s_mu), Roots(a_L, damped(s_S, eps_k), damped(s_mu, eps))
+
+
+def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+    """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.algebra.Algebra.admit`."""
+    dtype, m = A.dtype, A.shape[-2]
+    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
+    s, a, eps, factor = roots_of(state, h)
+    energy = e_res.to(eps.dtype).sum(dim=-1)
+    ell, rho, e_res, unit, sizes = measured(A, e_res, a, n)
+    scale = bounded = evident = None
+    changed: State = {}
+    used_L, used_S, c = a.L, a.S, torch.ones_like(eps)
+    if h.clip_threshold is not None:
+        rms = (norm(G_tilde).square() + energy).div(m * n).sqrt()
+        scale, rows, columns, evident, bounded, changed = clip_decision(sizes, rms, state, h)
+        used_L, used_S, c = a.L * rows, a.S * columns, scale.to(eps.dtype)
+    used = Roots(used_L.to(dtype), used_S.to(dtype), a.mu.to(dtype))
+    weight = (c * unit)[:, None]
+    ell, rho, e_res = ell * weight * weight, rho * weight * weight, e_res * weight * weight
+    s, a = averaged(s, a, ell, rho, e_res, eps, factor, h, n)
+    if evident is not None:
+        evident = evident & in_range(s, n, state["M_Q"].dtype)
+    weight_L = (1 - h.beta2) / n * (a.mu * c).square()
+    c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
+    s = Roots(s.L.to(dtype), s.S.to(dtype), s.mu.to(dtype))
+    return Admitted(scale, used, s, c_L, c_S, weight_L.to(dtype), changed, bounded, evident)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm import evidence, reference_kl
-from prokl.algorithm.admission import clipped_ema
+from prokl.algorithm import reference, reference_kl
 from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.evidence import ClipDecision, Sizes
-from prokl.algorithm.initial import ceiling_factor, initialise_kl
+from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, Sizes, clip_decision, clipped_ema, in_range, norm
+from prokl.algorithm.initial import initialise_kl
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import Hyper, check_common
-from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.shapes import ceiling, ceiling_factor
 from prokl.algorithm.types import Direction, Factor, State
 
 
@@ -24,28 +23,14 @@ def whitened_sizes(A: Tensor, state: State) -> Sizes:
     """Measure the gradient (B,m,n) in the eigenbases."""
     m, n = A.shape[-2:]
     whitened = A * state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-    rows, columns = (evidence.norm(whitened, dim) for dim in (-1, -2))
-    return Sizes(rows / n**0.5, columns / m**0.5, evidence.norm(rows, -1) / (m * n) ** 0.5)
-
-
-def decide(A: Tensor, state: State, h: Hyper) -> tuple[ClipDecision | None, State]:
-    """Decide about the gradient by its whitened sizes; None in the authors' form.
-
-    Returns:
-        The decision, and the state whose eigenvalues the direction takes.
-    """
-    if h.clip_threshold is None:
-        return None, state
-    rms = evidence.norm(A) / (A.shape[-2] * A.shape[-1]) ** 0.5
-    decision = evidence.clip_decision(whitened_sizes(A, state), rms, state, h)
-    factors = {"inv_sqrt_lambda_L": decision.rows, "inv_sqrt_lambda_R": decision.columns}
-    return decision, state | {key: state[key] * factor for key, factor in factors.items()}
+    rows, columns = norm(whitened, -1), norm(whitened, -2)
+    return rows / n**0.5, columns / m**0.5, norm(rows, -1) / (m * n) ** 0.5
 
 
 def whitened_size(ops: Algebra, G: Tensor, state: State, h: Hyper) -> Tensor:
     """Return the whitened size (B,) of G by the state before it."""
     Q_L, Q_R = ops.operands(state["Q_L"], state["Q_R"])
-    return whitened_sizes(ops.product(ops.product(Q_L.mT, G), Q_R), state).overall
+    return whitened_sizes(ops.product(ops.product(Q_L.mT, G), Q_R), state)[-1]
 
 
 def step(
@@ -58,16 +43,20 @@ def step(
 
     # The gradient in the eigenbases, and what it may do: c, and the eigenvalues that the direction takes.
     A = ops.product(ops.product(Q_L.mT, G), Q_R)
-    decision, used = decide(A, state, h)
-    A = A if decision is None else A * decision.scale[:, None, None]
+    decision, used_L, used_R = None, s_L, s_R
+    if h.clip_threshold is not None:
+        decision = clip_decision(whitened_sizes(A, state), norm(A) / (m * n) ** 0.5, state, h)
+        A = A * decision.scale[:, None, None]
+        used_L, used_R = s_L * decision.rows, s_R * decision.columns
 
     # M <- momentum M + (1 - momentum) c G, and the direction Q_L [M_Q * s/(1 + eps s)] Q_R^T.
     M = torch.lerp(state["M_Q"].to(A.dtype), A, 1 - h.momentum)
     eps = (h.eps / factor**2)[:, None, None]
-    s = used["inv_sqrt_lambda_L"][:, :, None] * used["inv_sqrt_lambda_R"][:, None, :]
-    D, bounded = M * (s / (1 + eps * s)), None
+    s = used_L[:, :, None] * used_R[:, None, :]
+    D = M * (s / (1 + eps * s))
     if decision is not None:
-        cut = evidence.clip_factor(evidence.norm(D), evidence.MOMENTUM_CLIP_FACTOR * h.gain * (m * n) ** 0.5)
+        size, largest = norm(D), MOMENTUM_CLIP_FACTOR * h.gain * (m * n) ** 0.5
+        cut = torch.where(size > largest, largest / size, 1.0)
         D, bounded = D * cut.to(D.dtype)[:, None, None], decision.bounded | (cut < 1)
     D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale(n)), Q_R.mT)
 
@@ -75,18 +64,19 @@ def step(
     X, Y = A * s_R[:, None, :], A * s_L[:, :, None]
     ell, rho = X.square().mean(dim=-1), Y.square().mean(dim=-2)
     X, Y = ops.operands(X, Y)
+    s_L = clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None])
+    s_R = clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None])
     new = {
         "M_Q": M,
         "L_Q": ops.symmetric_product(X, C=state["L_Q"], beta=h.beta2, alpha=ema / n),
         "R_Q": ops.symmetric_product(Y.mT, C=state["R_Q"], beta=h.beta2, alpha=ema / m),
-        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
-        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
+        "inv_sqrt_lambda_L": s_L,
+        "inv_sqrt_lambda_R": s_R,
     }
     evident = None
-    if decision is not None and bounded is not None:
+    if decision is not None:
         new |= decision.changed | {"clipped": state["clipped"] + bounded}
-        roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
-        evident = decision.evident & evidence.in_range(roots, n, state["M_Q"].dtype)
+        evident = decision.evident & in_range((s_L, s_R), n, state["M_Q"].dtype)
     return Direction(D, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
 
@@ -104,10 +94,11 @@ class KLShampooMethod:
     fixed: tuple[str, ...] = ("state_dtype", "init_eigenvalue")
     check = staticmethod(check_common)
     hyper = staticmethod(Hyper.of)
+    initialise = staticmethod(initialise_kl)
     step = staticmethod(step)
     refresh = staticmethod(refresh)
     whitened_size = staticmethod(whitened_size)
-    reference_refresh = staticmethod(reference_kl.refresh_eigenbases)
+    reference_refresh = staticmethod(reference.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return 0: both factors are whole."""
@@ -130,10 +121,6 @@ class KLShampooMethod:
     def workspace(self, m: int, n: int, rank: int) -> int:
         """Return the elements of temporary memory that a step needs for one matrix at most."""
         return 8 * m * n + 9 * n * n + 8 * m * m
-
-    def initialise(self, G: Tensor, rank: int, group: Group) -> State:
-        """Make the state (B,...) from the initialising gradients G (B,m,n)."""
-        return initialise_kl(G, group["beta2"], group["init_eigenvalue"])
 
     def reference_step(
         self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool, stored: torch.dtype

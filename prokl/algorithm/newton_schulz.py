@@ -11,7 +11,6 @@ Dimension key: B matrices, m short side, n long side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -40,15 +39,17 @@ def use_gram(m: int, n: int) -> bool:
     return n >= GRAM_ASPECT * m
 
 
-def gram_runs(polynomials: Sequence[Polynomial]) -> list[Sequence[Polynomial]]:
+def gram_runs(polynomials: Sequence[Polynomial]) -> list[list[Polynomial]]:
     """Return the iterations of the Gram form from one restart to the next."""
     runs: list[list[Polynomial]] = []
+    gain = 0.0
     for polynomial in polynomials:
-        gain = prod(a * a for a, _, _ in (*runs[-1], polynomial)) if runs else 0.0
+        gain *= polynomial[0] ** 2
         if not runs or len(runs[-1]) == GRAM_RUN or gain > GRAM_GAIN:
             runs.append([])
+            gain = polynomial[0] ** 2
         runs[-1].append(polynomial)
-    return [*runs]
+    return runs
 
 
 def standard(X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra) -> Tensor:
@@ -70,17 +71,13 @@ def gram_factor(R: Tensor, polynomials: Sequence[Polynomial], ops: Algebra) -> T
     before a product: in half precision its rounding would swamp Z. The other order of the factors, of which PyTorch's
     form takes the second one transposed, adds up what rounding left unsymmetric: to 2.7 times the error in bfloat16.
     """
-    Q = None
-    for k, (a, b, c) in enumerate(polynomials, 1):
-        if Q is None:
-            Z, Q = ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
-        else:
-            Z = ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
-            Q = ops.symmetric_polynomial(Z, Q, C=Q, beta=a)
-        if k < len(polynomials):
-            Y = ops.symmetric_polynomial(Z, R, C=R, beta=a)
-            R = ops.symmetric_polynomial(Y, Z, C=Y, beta=a)
-    assert Q is not None
+    (a, b, c), *others = polynomials
+    Z, Q = ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
+    for next_a, b, c in others:
+        Y = ops.symmetric_polynomial(Z, R, C=R, beta=a)
+        R = ops.symmetric_polynomial(Y, Z, C=Y, beta=a)
+        a, Z = next_a, ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
+        Q = ops.symmetric_polynomial(Z, Q, C=Q, beta=a)
     return Q
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm import admission, evidence, reference
+from prokl.algorithm import evidence, reference
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.initial import initialise
 from prokl.algorithm.method import Group
@@ -26,7 +26,7 @@ def step(
     ops: Algebra, G: Factor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None
 ) -> tuple[Direction, State, Tensor | None]:
     """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
-    U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))
+    U, Q_L, Q_S, M = state["U"], state["Q_L"], state["Q_S"], state["M_Q"]
     (m, n), r, one_minus_beta2 = G.shape[-2:], U.shape[-1], 1 - h.beta2
     U_, Q = ops.operands(U, Q_L)  # as ops.product takes them
 
@@ -102,7 +102,9 @@ def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:
     G = ops.product(Q.mT, G)
     G_tilde = ops.product(G, U)
     e_res = ops.residual(G, ops.operand(G_tilde), U)[1]
-    return admission.whitened_size(ops.product(G_tilde, state["Q_S"]), e_res, state, h, G.shape[-1])
+    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
+    a = evidence.roots_of(state, h)[1]
+    return evidence.measured(ops.product(G_tilde, state["Q_S"]), e_res, a, G.shape[-1])[-1][-1]
 
 
 class ProKLShampooMethod:
@@ -111,6 +113,7 @@ class ProKLShampooMethod:
     fixed: tuple[str, ...] = ("rank", "variant", "state_dtype", "init_eigenvalue")
     check = staticmethod(check_pro)
     hyper = staticmethod(ProHyper.of)
+    initialise = staticmethod(initialise)
     step = staticmethod(step)
     refresh = staticmethod(refresh)
     whitened_size = staticmethod(whitened_size)
@@ -140,7 +143,3 @@ class ProKLShampooMethod:
     def workspace(self, m: int, n: int, rank: int) -> int:
         """Return the elements of temporary memory that a step needs for one matrix at most."""
         return 8 * m * n + 9 * m * m + (6 * n + 4 * m) * rank
-
-    def initialise(self, G: Tensor, rank: int, group: Group) -> State:
-        """Make the state (B,...) from the initialising gradients G (B,m,n)."""
-        return initialise(G, rank, group["beta2"], group["init_eigenvalue"])

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, UNITS
-from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.polynomials import Polynomial
 from prokl.algorithm.qr import householder_qr
-from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
-from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.shapes import ceiling, ceiling_factor
 
 State = dict[str, Tensor]
 
@@ -55,16 +53,12 @@ def newton_schulz(X: Tensor, polynomials: Sequence[Polynomial], dtype: torch.dty
     return Y.to(X.dtype)
 
 
-class Sizes(NamedTuple):
-    """Root mean squares of L^-1/2 G R^-1/2: of each direction of both factors, and what the decision goes by."""
+def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor, float]:
+    """Measure L^-1/2 G R^-1/2 of G (m,n) by root mean squares.
 
-    rows: Tensor
-    columns: Tensor
-    overall: float
-
-
-def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> Sizes:
-    """Measure G (m,n): rows (m,) of Q_L, columns (r,) of Q_S, the larger one of subspace and complement."""
+    Returns:
+        Those of rows (m,), along Q_L, and of columns (r,), along Q_S; and the larger one of subspace and complement.
+    """
     m, n = G.shape
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
     r = U.shape[1]
@@ -77,14 +71,14 @@ def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> Sizes:
     beside = (a_mu * a_L.diag() @ (Q_L.mT @ G_perp).double()).square()
     rows = ((inside.sum(dim=1) + beside.sum(dim=1)) / n).sqrt()
     overall = float(max(inside.sum() / (m * r), beside.sum() / (m * (n - r))) ** 0.5)
-    return Sizes(rows, inside.mean(dim=0).sqrt(), overall)
+    return rows, inside.mean(dim=0).sqrt(), overall
 
 
-def tempered(s: Tensor, sizes: Tensor, c: float, h: Hyper) -> tuple[Tensor, bool]:
+def tempered(s: Tensor, sizes: Tensor, h: Hyper) -> tuple[Tensor, bool]:
     """Lower inverse roots (k,) of directions where c G has a size (k,) beyond the threshold; True if one is."""
     if h.clip_threshold is None or not math.isfinite(float(sizes.sum())):
         return s, False
-    excess = c * sizes / h.clip_threshold
+    excess = sizes / h.clip_threshold
     return s / excess.clamp(min=1).to(s.dtype), bool((excess > 1).any())
 
 
@@ -133,60 +127,35 @@ def momentum_and_projection(
     return M, G_par, G_perp
 
 
-def subspace_direction(G_par: Tensor, state: State, a_L: Tensor, a_S: Tensor, h: ProHyper) -> tuple[Tensor, bool]:
-    """Compute (2) Delta_sub = L^-1/2 G^par S^-1/2 U^T, and whether it was bounded. G^par (m,r) -> (m,n)."""
-    Q_L, Q_S = state["Q_L"], state["Q_S"]
-    whitened = Q_L @ a_L.diag() @ Q_L.mT @ G_par @ Q_S @ a_S.diag() @ Q_S.mT
-    whitened, cut = bounded(whitened, G_par.numel(), h)
-    return whitened @ state["U"].mT, cut
-
-
-def complement_direction(
-    G_perp: Tensor, state: State, a_L: Tensor, h: ProHyper, aspect_scale: float
-) -> tuple[Tensor, bool]:
-    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp, bounded. (m,n) -> (m,n).
-
-    c_a is 1 where ``adjust_lr_fn`` scales the whole direction instead.
-    """
-    m, n = G_perp.shape
-    whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
-    if h.variant in POLAR_VARIANTS:
-        whitened = newton_schulz(whitened, h.polynomials, h.polar_dtype(G_perp))
-        return (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * whitened, False
-    return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
-
-
 def direction(
-    G_par: Tensor,
-    G_perp: Tensor,
-    state: State,
-    h: ProHyper,
-    aspect_scale: float,
-    c: float = 1.0,
-    sizes: Sizes | None = None,
+    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, bool]:
-    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded.
+    """Do (2): Delta_res + alpha_kl Delta_sub (m,n), or the part of it that the variant keeps; True where bounded.
 
-    Under "match_rms_adamw" the whole is scaled to AdamW's size, the balance of its parts unchanged. ``sizes`` are those
-    of the raw gradient, of which the momentum took c times; None leaves all directions as they are.
+    Delta_res = c_a NS(L^-1/2 G^perp), Smok-Hop's mu_perp^-1/2 L^-1/2 G^perp; Delta_sub = L^-1/2 G^par S^-1/2 U^T.
+    Under "match_rms_adamw" the whole is scaled to AdamW's size, the balance of its parts unchanged, and c_a is 1.
+
+    Args:
+        G_par, G_perp: the momentum gradient's two parts, (m,r) and (m,n).
+        state, h: as :func:`step` has them.
+        aspect_scale: c_a.
+        rows, columns: sizes of c G (m,), (r,); directions of a factor in which they are beyond the threshold shrink.
     """
-    a_L, a_S = (damped(state[f"inv_sqrt_lambda_{key}"], state, h.eps) for key in "LS")
-    cuts = [False]
-    if sizes is not None:
-        (a_L, left), (a_S, right) = tempered(a_L, sizes.rows, c, h), tempered(a_S, sizes.columns, c, h)
-        cuts += [left, right]
-    total = torch.zeros_like(G_perp)
-    if h.variant in COMPLEMENT_VARIANTS:
-        part, cut = complement_direction(G_perp, state, a_L, h, aspect_scale)
-        total = total + part
-        cuts.append(cut)
+    (m, n), r, Q_L, Q_S = G_perp.shape, G_par.shape[1], state["Q_L"], state["Q_S"]
+    a_L, a_S, a_mu = (damped(state[f"inv_sqrt_{key}"], state, h.eps) for key in ("lambda_L", "lambda_S", "mu"))
+    (a_L, left), (a_S, right) = tempered(a_L, rows, h), tempered(a_S, columns, h)
+    root_L, total, cut = Q_L @ a_L.diag() @ Q_L.mT, torch.zeros_like(G_perp), left or right
+    if h.variant in POLAR_VARIANTS:
+        polar_factor = newton_schulz(root_L @ G_perp, h.polynomials, h.polar_dtype(G_perp))
+        total = total + (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * polar_factor
+    elif h.variant == "smok-hop":
+        whitened, beyond = bounded(a_mu * (root_L @ G_perp), m * (n - r), h)
+        total, cut = total + whitened, cut or beyond
     if h.variant in SUBSPACE_VARIANTS:
-        part, cut = subspace_direction(G_par, state, a_L, a_S, h)
-        (m, r), n = G_par.shape, G_perp.shape[1]
+        whitened, beyond = bounded(root_L @ G_par @ Q_S @ a_S.diag() @ Q_S.mT, m * r, h)
         weight = h.subspace_weight(m, n, r)
-        total = total + weight * part
-        cuts.append(cut and weight > 0)
-    return h.direction_scale(G_perp.shape[1]) * total, any(cuts)
+        total, cut = total + weight * (whitened @ state["U"].mT), cut or (beyond and weight > 0)
+    return h.direction_scale(n) * total, cut
 
 
 def decayed(W: Tensor, D: Tensor, h: Hyper) -> Tensor:
@@ -236,11 +205,8 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
-    return {
-        "Q_L": householder_qr(state["L"] @ state["Q_L"]),
-        "Q_S": householder_qr(state["S"] @ state["Q_S"]),
-    }
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); of KL-Shampoo Q_R <- qr(R Q_R)."""
+    return {f"Q_{key}": householder_qr(state[key] @ state[f"Q_{key}"]) for key in ("L", "S", "R") if key in state}
 
 
 def step(
@@ -268,10 +234,10 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    sizes = whitened_sizes(G, state, h)
-    c, evident, decided = admit(sizes.overall, rms(G), state, h)
+    rows, columns, size = whitened_sizes(G, state, h)
+    c, evident, decided = admit(size, rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h, stored)
-    delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c, sizes)
+    delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c * rows, c * columns)
     W = decayed(W, delta, h) - h.lr * delta
     new = state | {"M": M}
     if evident:

@@ -9,35 +9,28 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.qr import householder_qr
-from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, rms, tempered
+from prokl.algorithm.reference import State, admit, bounded, decayed, eigenvalue_ema, refresh_eigenbases, rms, tempered
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.shapes import ceiling, ceiling_factor
 
 
-def whitened_sizes(G: Tensor, state: State) -> Sizes:
+def whitened_sizes(G: Tensor, state: State) -> tuple[Tensor, Tensor, float]:
     """Measure L^-1/2 G R^-1/2 (m,n): its rows (m,), its columns (n,) and all of it."""
     s = state["inv_sqrt_lambda_L"].double().outer(state["inv_sqrt_lambda_R"].double())
     squares = ((state["Q_L"].mT @ G @ state["Q_R"]).double() * s).square()
-    return Sizes(squares.mean(dim=1).sqrt(), squares.mean(dim=0).sqrt(), float(squares.mean().sqrt()))
+    return squares.mean(dim=1).sqrt(), squares.mean(dim=0).sqrt(), float(squares.mean().sqrt())
 
 
-def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
-    """Update the momentum, M <- momentum M + (1 - momentum) G (m,n)."""
-    return h.momentum * state["M"] + (1 - h.momentum) * G
-
-
-def direction(M: Tensor, state: State, h: Hyper, c: float, sizes: Sizes) -> tuple[Tensor, bool]:
+def direction(M: Tensor, state: State, h: Hyper, rows: Tensor, columns: Tensor) -> tuple[Tensor, bool]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
 
     The damping acts once, on the product of both sides; for "auto" it scales with lambda_0. Under "match_rms_adamw"
-    the direction is scaled to AdamW's size. True where bounded.
+    the direction is scaled to AdamW's size. True where bounded, as by the sizes (m,) and (n,) of c G.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     start = state["lambda_0"] if "lambda_0" in state else 1.0
-    s_L, left = tempered(state["inv_sqrt_lambda_L"], sizes.rows, c, h)
-    s_R, right = tempered(state["inv_sqrt_lambda_R"], sizes.columns, c, h)
+    s_L, left = tempered(state["inv_sqrt_lambda_L"], rows, h)
+    s_R, right = tempered(state["inv_sqrt_lambda_R"], columns, h)
     s = s_L.outer(s_R)
     whitened, cut = bounded((Q_L.mT @ M @ Q_R) * (s / (1 + h.eps * start * s)), M.numel(), h)
     return h.direction_scale(M.shape[1]) * (Q_L @ whitened @ Q_R.mT), cut or left or right
@@ -62,14 +55,6 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
     }
 
 
-def refresh_eigenbases(state: State) -> State:
-    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R)."""
-    return {
-        "Q_L": householder_qr(state["L"] @ state["Q_L"]),
-        "Q_R": householder_qr(state["R"] @ state["Q_R"]),
-    }
-
-
 def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
     """Do one step after the initialising one, on c G; weight decay comes after the step, on the updated weight.
 
@@ -86,10 +71,10 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    sizes = whitened_sizes(G, state)
-    c, evident, decided = admit(sizes.overall, rms(G), state, h)
-    M = momentum(c * G, state, h)
-    delta, cut = direction(M, state, h, c, sizes)
+    rows, columns, size = whitened_sizes(G, state)
+    c, evident, decided = admit(size, rms(G), state, h)
+    M = h.momentum * state["M"] + (1 - h.momentum) * (c * G)
+    delta, cut = direction(M, state, h, c * rows, c * columns)
     W = W - h.lr * delta
     W = decayed(W, delta, h)
     new = state | {"M": M}

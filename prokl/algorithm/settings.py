@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -80,13 +80,6 @@ def cpu_has_bfloat16() -> bool:
     return capabilities is None or any(has for name, has in capabilities().items() if "bf16" in name)
 
 
-def emulates_bfloat16(device: torch.device) -> bool:
-    """Return True if ``device`` has no instructions that multiply bfloat16: products in float32 take less time."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
-    return device.type == "cpu" and not cpu_has_bfloat16()
-
-
 AnyHyper = TypeVar("AnyHyper", bound="Hyper")
 
 
@@ -108,30 +101,27 @@ class Hyper:
         """Read from a parameter group."""
         return cls(*(plain(group[field.name]) for field in fields(cls)))
 
-    @property
+    @cached_property
     def gradient_weights(self) -> tuple[float, float, float]:
         """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M; here M is an EMA."""
         return 1.0 - self.momentum, 0.0, 1.0
 
-    @property
+    @cached_property
     def gain(self) -> float:
         """Size of the momentum under gradients of size 1 that never change direction; 1 for an EMA."""
         g, a, b = self.gradient_weights
         return a + b * g / (1 - self.momentum)
 
-    @property
-    def noise_gain(self) -> float:
-        """Size of the momentum under independent gradients of size 1."""
-        g, a, b = self.gradient_weights
-        return math.hypot(a + b * g, b * g * self.momentum / math.sqrt(1 - self.momentum**2))
-
     def direction_scale(self, n: int) -> float:
         """Return the factor of the whole direction of a weight with long side n; 1 but for "match_rms_adamw".
 
-        The direction is momentum, whitened to the size of independent gradients: entries of root mean square
-        ``noise_gain``, which the factor brings to AdamW's.
+        The direction is momentum whose entries have, of whitened independent gradients, the root mean square below,
+        which the factor brings to AdamW's.
         """
-        return 1.0 if self.adjust_lr_fn == "original" else ADAMW_RMS / self.noise_gain
+        if self.adjust_lr_fn == "original":
+            return 1.0
+        g, a, b = self.gradient_weights
+        return ADAMW_RMS / math.hypot(a + b * g, b * g * self.momentum / math.sqrt(1 - self.momentum**2))
 
 
 @dataclass(frozen=True)
@@ -152,20 +142,18 @@ class ProHyper(Hyper):
         """
         if self.variant == "smok-hop":
             return 1.0
-        return math.sqrt(math.prod(alpha_kl_bracket(m, n, rank))) if self.alpha_kl == "auto" else self.alpha_kl
+        low, high = alpha_kl_bracket(m, n, rank)
+        return math.sqrt(low * high) if self.alpha_kl == "auto" else self.alpha_kl
 
-    @property
+    @cached_property
     def polynomials(self) -> tuple[Polynomial, ...]:
         """(a, b, c) of every Newton-Schulz iteration."""
         return each(self.ns_coefficients, self.ns_steps)
 
-    @property
+    @cached_property
     def gradient_weights(self) -> tuple[float, float, float]:
-        """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M.
-
-        Nesterov lookahead (P1) for all variants but Smok-Hop, whose momentum is an EMA.
-        """
-        return super().gradient_weights if self.variant == "smok-hop" else (1.0, 1.0, self.momentum)
+        """See :class:`Hyper`; Nesterov lookahead (P1) for all variants but Smok-Hop, whose momentum is an EMA."""
+        return (1.0 - self.momentum, 0.0, 1.0) if self.variant == "smok-hop" else (1.0, 1.0, self.momentum)
 
     def direction_scale(self, n: int) -> float:
         """See :class:`Hyper`; for an orthogonalised update, of root mean square 1/sqrt(n), torch.optim.Muon's."""
@@ -176,13 +164,15 @@ class ProHyper(Hyper):
     def polar_dtype(self, like: Tensor) -> torch.dtype:
         """Return the dtype of the Newton-Schulz products, for ``like`` in the arithmetic dtype.
 
-        bfloat16 as in Muon, float64 for float64 weights, float32 on a device that would emulate bfloat16.
+        bfloat16 as in Muon, float64 for float64 weights, float32 on a device without instructions for bfloat16.
         """
-        if self.ns_dtype is not None:
-            return self.ns_dtype
-        if like.dtype == torch.float64:
-            return torch.float64
-        return torch.float32 if emulates_bfloat16(like.device) else torch.bfloat16
+        if self.ns_dtype is not None or like.dtype == torch.float64:
+            return self.ns_dtype or torch.float64
+        if like.device.type == "cuda":
+            has_bfloat16 = torch.version.hip is not None or torch.cuda.get_device_capability(like.device) >= (8, 0)
+        else:
+            has_bfloat16 = like.device.type != "cpu" or cpu_has_bfloat16()
+        return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 DTYPES = {

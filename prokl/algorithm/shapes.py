@@ -24,6 +24,12 @@ def ceiling(dim: int) -> float:
     return float(max(10, min(dim, 4000)))
 
 
+def ceiling_factor(state: dict[str, Tensor]) -> Tensor:
+    """Return the factor of a state's ceilings (B,): 1 for an absolute start value, ``lambda_0**-0.5`` for "auto"."""
+    s = state["inv_sqrt_lambda_L"]
+    return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(s[..., 0])
+
+
 Rank = int | Literal["auto"]
 """Type of ``rank``."""
 MAX_AUTO_RANK, AUTO_RANK_DIVISOR = 128, 6
@@ -100,11 +106,6 @@ class MatrixShape:
         return tuple(replace(self, rows=size, start=start) for size, start in zip(sizes, starts, strict=False))
 
     @property
-    def transposed(self) -> bool:
-        """True if the matrices are handled on their transposes."""
-        return self.rows > self.cols
-
-    @property
     def m(self) -> int:
         """Short side."""
         return min(self.rows, self.cols)
@@ -128,8 +129,8 @@ class MatrixShape:
         stack = self.region(t)
         if t.ndim != 3:
             stack = stack.reshape(1, stack.shape[0], -1)
-        return stack.mT if self.transposed != self.stored_in_out else stack
+        return stack.mT if (self.rows > self.cols) != self.stored_in_out else stack
 
     def restored(self, stack: Tensor, like: Tensor) -> Tensor:
         """Undo :meth:`oriented`: (count, m, n) back to the shape of ``like``, the parameter's :meth:`region`."""
-        return (stack.mT if self.transposed != self.stored_in_out else stack).reshape(like.shape)
+        return (stack.mT if (self.rows > self.cols) != self.stored_in_out else stack).reshape(like.shape)
