@@ -75,22 +75,6 @@ def _eigenvectors(A: Tensor, trusted: bool) -> tuple[Tensor, Tensor]:
     return eigenvalues.to(A.device), X.to(A.device)
 
 
-def _by_gram(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return X (B,m,m), sigma (B,m) of G over its norm, and Y (B,n,m), whose columns are not quite orthonormal."""
-    G = G.double()
-    G = G / torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True)
-    squares, X = _eigenvectors(G @ G.mT, trusted=G.device.type != "cuda")
-    X = X.flip(-1)
-    Y = G.mT @ X
-    return X, squares.flip(-1).clamp(min=0).sqrt(), Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
-
-
-def _by_svd(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return X (B,m,m), sigma (B,m) and Y (B,n,m) of the thin SVD."""
-    X, sigma, Yt = torch.linalg.svd(G, full_matrices=False)
-    return X, sigma, Yt.mT
-
-
 def singular_directions(G: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return all left and the first right singular directions of gradients, singular values descending.
 
@@ -111,7 +95,16 @@ def singular_directions(G: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         Bases (B,m,m) and (B,n,c) in the dtype of G, orthonormal to rounding.
     """
     m, n = G.shape[-2:]
-    X, sigma, Y = _by_svd(G) if G.dtype == torch.float64 else _by_gram(G)
+    if G.dtype == torch.float64:
+        X, sigma, Yt = torch.linalg.svd(G, full_matrices=False)
+        Y = Yt.mT
+    else:
+        A = G.double()
+        A = A / torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
+        squares, X = _eigenvectors(A @ A.mT, trusted=G.device.type != "cuda")
+        X, sigma = X.flip(-1), squares.flip(-1).clamp(min=0).sqrt()
+        Y = A.mT @ X
+        Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)  # not quite orthonormal
     inner = (X * preferred(m, m, G.device)).sum(dim=-2, keepdim=True)
     sign = torch.where(inner < 0, -1.0, 1.0).to(X.dtype)
     determined = sigma > n * torch.finfo(G.dtype).eps * sigma[..., :1]

@@ -61,30 +61,23 @@ def cholesky_qr(A: Tensor) -> Tensor:
 
 
 def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (C^-T, ok) with K = C C^T (B,r,r); ok (B,) is False where K is not positive definite."""
+    """Return (C^-T, ok) with K = C C^T (B,r,r); ok (B,1,1) is False where K is not positive definite."""
     C, info = torch.linalg.cholesky_ex(K)
-    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device).expand_as(K)
-    T = torch.linalg.solve_triangular(C.mT, eye, upper=True)
-    return T, (info == 0) & T.isfinite().all(dim=-1).all(dim=-1)
+    T = torch.linalg.solve_triangular(C.mT, _eye(K).expand_as(K), upper=True)
+    return T, (info == 0)[:, None, None] & T.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
 
 
-def _cholesky_pass(W: Tensor, mm: Product) -> tuple[Tensor, Tensor, Tensor]:
-    """Do one Cholesky QR pass: (Q, ok, deviation of W^T W from I)."""
-    N = mm(W.mT, W)
-    T, ok = _inverse_transposed_cholesky(N)
-    eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
-    return mm(W, T), ok, torch.linalg.matrix_norm(N - eye)
+def _eye(K: Tensor) -> Tensor:
+    return torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
 
 
 def _orthonormalise(W: Tensor, ok: Tensor, mm: Product) -> tuple[Tensor, Tensor]:
-    """Do Cholesky QR of nearly orthonormal columns in two passes."""
-    Q, first, _ = _cholesky_pass(W, mm)
-    Q, second, deviation = _cholesky_pass(Q, mm)
-    return Q, ok & first & second & (deviation <= ONE_PASS)
-
-
-def _where(ok: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(ok[:, None, None], a, b)
+    """Do Cholesky QR of nearly orthonormal columns in two passes; ok (B,1,1) becomes False where they do not do."""
+    for _ in range(2):
+        N = mm(W.mT, W)
+        T, fine = _inverse_transposed_cholesky(N)
+        W, ok = mm(W, T), ok & fine
+    return W, ok & (torch.linalg.matrix_norm(N - _eye(N), keepdim=True) <= ONE_PASS)
 
 
 def shift_of(K: Tensor) -> Tensor:
@@ -111,20 +104,12 @@ def cholesky_tracking(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmu
     Returns:
         (B,n,r) with orthonormal columns.
     """
-    T, ok = _inverse_transposed_cholesky(K)
-    Q, ok = _orthonormalise(mm(V, T), ok, mm)
-    delta = shift_of(K)
-    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
-    T, shifted_ok = _inverse_transposed_cholesky(K + delta * eye)
-    shifted, shifted_ok = _orthonormalise(mm(V + delta * U, T), shifted_ok, mm)
-    return _where(ok, Q, _where(shifted_ok, shifted, U))
-
-
-def _cholesky_semidefinite(L: Tensor, shift: Tensor | float, mm: Product) -> tuple[Tensor, Tensor]:
-    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-    C, info = torch.linalg.cholesky_ex((L + L.mT) / 2 + shift * eye)
-    scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
-    return _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1), mm)
+    delta, Q = shift_of(K), U
+    for factored, V_of in ((K + delta * _eye(K), V + delta * U), (K, V)):
+        T, ok = _inverse_transposed_cholesky(factored)
+        found, ok = _orthonormalise(mm(V_of, T), ok, mm)
+        Q = torch.where(ok, found, Q)
+    return Q
 
 
 def cholesky_semidefinite(L: Tensor, mm: Product = torch.matmul) -> Tensor:
@@ -133,10 +118,15 @@ def cholesky_semidefinite(L: Tensor, mm: Product = torch.matmul) -> Tensor:
     L = C C^T gives qr(L).Q = qr(C).Q with cond(C) = sqrt(cond(L)). Where Cholesky fails L + delta I is taken, which has
     the same eigenvectors; where even that fails Q is I.
     """
-    Q, ok = _cholesky_semidefinite(L, 0.0, mm)
-    shifted, shifted_ok = _cholesky_semidefinite(L, shift_of(L), mm)
-    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    return _where(ok, Q, _where(shifted_ok, shifted, eye))
+    eye = _eye(L)
+    Q = eye.expand_as(L)
+    for shift in (shift_of(L), 0.0):
+        C, info = torch.linalg.cholesky_ex((L + L.mT) / 2 + shift * eye)
+        scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
+        ok = (info == 0)[:, None, None] & scaled.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+        scaled, ok = _orthonormalise(scaled, ok, mm)
+        Q = torch.where(ok, scaled, Q)
+    return Q
 
 
 def cholesky_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
@@ -148,8 +138,7 @@ def cholesky_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Te
     """
     Q = Q / torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
     N = mm(Q.mT, Q)
-    eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
-    T, ok = _inverse_transposed_cholesky(N + shift_of(N) * eye)
+    T, ok = _inverse_transposed_cholesky(N + shift_of(N) * _eye(N))
     basis, ok = _orthonormalise(mm(Q, T), ok, mm)
-    basis = _where(ok, basis, eye.expand_as(basis))
+    basis = torch.where(ok, basis, _eye(N))
     return mm(basis, cholesky_semidefinite(mm(basis.mT, mm(S, basis)), mm))
