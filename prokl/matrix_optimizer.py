@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.settings import ALGORITHMS, Advanced, check_adamw, check_choice, clone_if_tensor, plain
+from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, clone_if_tensor, plain
 from prokl.algorithm.signatures import check_known
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
@@ -139,7 +139,7 @@ class MatrixOptimizer(Optimizer):
         algorithm = group.setdefault("algorithm", "matrix")
         if "lr" in group or algorithm != "adamw":
             group["lr"] = clone_if_tensor(group.get("lr", self.defaults["lr"]))
-        check_choice("algorithm", group["algorithm"], ALGORITHMS)
+        check("algorithm", group["algorithm"], ALGORITHM)
         of_adamw = self._of_adamw().keys() | {"lr", "algorithm", "params"}
         if algorithm == "adamw":
             check_keys(group, of_adamw, self.defaults)

@@ -6,10 +6,11 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from numbers import Integral, Real
+from operator import not_
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
@@ -35,8 +36,6 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 """Values of ``precision``; :mod:`prokl.pair` has what balanced products are made of."""
 BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
-STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
-NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AlphaKL = float | Literal["auto"]
 """Type of ``alpha_kl``."""
 AdjustLrFn = Literal["original", "match_rms_adamw"]
@@ -206,118 +205,114 @@ def clone_if_tensor(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _invalid(name: str, value: Any, bound: str) -> ValueError:
-    return ValueError(f"Invalid {name}={value!r}: must be {bound}.")
+def _is_number(value: Any, least: float = 0.0, below: float = math.inf) -> bool:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and least <= value < below
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
-def _number(name: str, value: Any, bound: str, below: float = math.inf) -> None:
-    if not _is_number(value) or not 0 <= value < below:
-        raise _invalid(name, value, bound)
+def _is_count(value: Any) -> bool:
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    return integer and value >= 1
 
 
-def check_nonnegative(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is a finite number of at least 0."""
-    _number(name, value, "a finite number of at least 0")
-
-
-def check_integer(name: str, value: Any, bound: str = "an integer of at least 1") -> None:
-    """Raise ValueError unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise _invalid(name, value, bound)
-
-
-def check_rank(rank: Any, bound: str = "an integer of at least 1") -> None:
-    """Raise ValueError unless ``rank`` is "auto" or an integer of at least 1."""
-    if not (isinstance(rank, str) and rank == "auto"):
-        check_integer("rank", rank, f'"auto" or {bound}')
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if not any(value is choice or value == choice for choice in choices):
-        raise _invalid(name, value, f"one of {choices}")
-
-
-def check_learning_rate(name: str, lr: Any) -> None:
-    """Raise ValueError unless ``lr`` is a finite number of at least 0, but for rounding, or a tensor that holds one."""
-    bound = "a finite number of at least 0, or a tensor with one such element, of at most one dimension"
-    value = lr
+def _is_rate(lr: Any) -> bool:
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or lr.ndim > 1 or not lr.is_floating_point() or lr.device.type == "meta":
-            raise _invalid(name, lr, bound)
-        value = lr.item() if lr.device.type == "cpu" else 0.0  # elsewhere reading it could wait for the device
-    if not _is_number(value) or not LEFT_BY_SCHEDULERS <= value < math.inf:
-        raise _invalid(name, lr, bound)
+            return False
+        lr = lr.item() if lr.device.type == "cpu" else 0.0  # elsewhere reading it could wait for the device
+    return _is_number(lr, LEFT_BY_SCHEDULERS)
 
 
-def check_betas(name: str, betas: Any) -> None:
-    """Raise ValueError unless ``betas`` are AdamW's: two numbers in [0, 1)."""
+def _are_betas(betas: Any) -> bool:
     pair = plain(betas)
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in pair):
-        raise _invalid(name, betas, "two numbers in [0, 1)")
+    return isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(beta, below=1.0) for beta in pair)
 
 
-def _check_flag(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if not any(value is choice for choice in choices):  # torch's kernels take nothing that is but equal
-        raise _invalid(name, value, f"one of {choices}")
+def one_of(*choices: Any) -> Bound:
+    """Return the bound of a setting that has these values alone."""
+    return lambda value: any(value is choice or value == choice for choice in choices), f"one of {choices}"
 
 
-def _check_not_differentiable(group: dict[str, Any]) -> None:
-    if group.get("differentiable"):
-        raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
-
-
+Bound = tuple[Callable[[Any], bool], str]
+"""Whether a value is in bounds, and these in words, which follow "must be"."""
+NONNEGATIVE: Bound = (_is_number, "a finite number of at least 0")
+FRACTION: Bound = (lambda value: _is_number(value, below=1.0), "in [0, 1)")
+COUNT: Bound = (_is_count, "an integer of at least 1")
+FLAG = one_of(True, False)
+RATE: Bound = (_is_rate, "a finite number of at least 0, or a tensor with one such element, of at most one dimension")
+BETAS: Bound = (_are_betas, "two numbers in [0, 1)")
+RANK: Bound = (lambda value: _is_auto(value) or _is_count(value), '"auto" or an integer of at least 1')
+ALGORITHM = one_of(*ALGORITHMS)
+COMMON_BOUNDS: dict[str, Bound] = {
+    "lr": RATE,
+    "weight_decay": NONNEGATIVE,
+    "momentum": FRACTION,
+    "beta2": FRACTION,
+    "eps": NONNEGATIVE,
+    "clip_threshold": (
+        lambda value: value is None or (_is_number(value, 1.0) and value > 1),
+        "a finite number above 1, the usual size, or None for no bound",
+    ),
+    "precondition_frequency": COUNT,
+    "init_eigenvalue": (
+        lambda value: _is_auto(value) or (_is_number(value) and value > 0),
+        '"auto" or a finite number above 0',
+    ),
+    "state_dtype": one_of(None, torch.bfloat16, torch.float32, torch.float64),
+    "bf16_weights": one_of(*BF16_WEIGHTS),
+    "backend": one_of(None, *BACKENDS),
+    "precision": one_of(None, *PRECISIONS),
+    "cuda_graphs": FLAG,
+    "maximize": FLAG,
+    "cautious_weight_decay": FLAG,
+    "adjust_lr_fn": one_of(*get_args(AdjustLrFn)),
+}
+"""Bounds of the settings that both matrix methods have."""
+PRO_BOUNDS: dict[str, Bound] = {
+    "rank": RANK,
+    "alpha_kl": (lambda value: _is_auto(value) or _is_number(value), '"auto" or a finite number of at least 0'),
+    "ns_steps": COUNT,
+    "variant": one_of(*VARIANTS),
+    "ns_dtype": one_of(None, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+"""Bounds of those that Pro-KLShampoo alone has."""
 SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
 """Names that other packages give a setting, where they are not spelt nearly as here."""
 
 
+def check(name: str, value: Any, bound: Bound) -> None:
+    """Raise ValueError unless a value is in bounds."""
+    fits, words = bound
+    if not fits(value):
+        raise ValueError(f"Invalid {name}={value!r}: must be {words}.")
+
+
 def check_common(group: dict[str, Any]) -> None:
     """Raise ValueError when a hyper-parameter that both matrix methods have is out of bounds."""
-    check_learning_rate("lr", group["lr"])
-    check_nonnegative("weight_decay", group["weight_decay"])
+    for name, bound in COMMON_BOUNDS.items():
+        check(name, group[name], bound)
     _check_not_differentiable(group)
-    _number("momentum", group["momentum"], "in [0, 1)", 1.0)
-    _number("beta2", group["beta2"], "in [0, 1)", 1.0)
-    check_nonnegative("eps", group["eps"])
-    threshold = group["clip_threshold"]
-    if threshold is not None and not (_is_number(threshold) and 1 < threshold < math.inf):
-        raise _invalid("clip_threshold", threshold, "a finite number above 1, the usual size, or None for no bound")
-    check_integer("precondition_frequency", group["precondition_frequency"])
-    start = group["init_eigenvalue"]
-    if start != "auto" and not (_is_number(start) and 0 < start < math.inf):
-        raise _invalid("init_eigenvalue", start, '"auto" or a finite number above 0')
-    check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
-    check_choice("bf16_weights", group["bf16_weights"], BF16_WEIGHTS)
-    check_choice("backend", group["backend"], (None, *BACKENDS))
-    check_choice("precision", group["precision"], (None, *PRECISIONS))
     if group["precision"] == "balanced" and group["backend"] == "reference":
         raise ValueError(
             "Invalid precision='balanced' with backend='reference': the specification is as exact as its dtype. Use "
             "precision=None, or another backend."
         )
-    for key in ("cuda_graphs", "maximize", "cautious_weight_decay"):
-        check_choice(key, group[key], (True, False))
-    check_choice("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLrFn))
 
 
 def check_pro(group: dict[str, Any]) -> None:
     """Raise ValueError when a hyper-parameter of Pro-KLShampoo is out of bounds."""
     check_common(group)
-    check_rank(group["rank"])
-    if group["alpha_kl"] != "auto":
-        _number("alpha_kl", group["alpha_kl"], '"auto" or a finite number of at least 0')
-    check_integer("ns_steps", group["ns_steps"])
-    check_choice("variant", group["variant"], VARIANTS)
+    for name, bound in PRO_BOUNDS.items():
+        check(name, group[name], bound)
     if group["adjust_lr_fn"] != "original" and group["variant"] == "subspace-only":
         raise ValueError(
             f"Invalid adjust_lr_fn={group['adjust_lr_fn']!r} with variant='subspace-only': alpha_kl alone sets the "
             "size of that update, which no factor of the shape matches to AdamW's. Use adjust_lr_fn='original'."
         )
-    check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
     each(plain(group["ns_coefficients"]), group["ns_steps"])
 
 
@@ -328,12 +323,14 @@ def check_adamw(group: dict[str, Any]) -> None:
             'A group with algorithm="adamw" needs its own lr: the matrix method\'s lr is in other units '
             "(AdamW's is usually around 1e-3)."
         )
-    check_learning_rate("lr", group["lr"])
-    check_betas("betas", group["betas"])
-    check_nonnegative("eps", group["eps"])
-    check_nonnegative("weight_decay", group["weight_decay"])
-    for key in ("amsgrad", "maximize", "capturable"):
-        _check_flag(key, group[key], (True, False))
-    for key in ("foreach", "fused"):
-        _check_flag(key, group[key], (True, False, None))
+    for name, bound in {"lr": RATE, "betas": BETAS, "eps": NONNEGATIVE, "weight_decay": NONNEGATIVE}.items():
+        check(name, group[name], bound)
+    for name in ("amsgrad", "maximize", "capturable", "foreach", "fused"):
+        choices = (True, False, None) if name in ("foreach", "fused") else (True, False)
+        if not any(group[name] is choice for choice in choices):  # torch's kernels take nothing that is but equal
+            raise ValueError(f"Invalid {name}={group[name]!r}: must be one of {choices}.")
     _check_not_differentiable(group)
+
+
+def _check_not_differentiable(group: dict[str, Any]) -> None:
+    check("differentiable", group.get("differentiable"), (not_, "False or left out: no step is recorded for autograd"))

@@ -8,7 +8,7 @@ from typing import get_args
 from torch import Tensor
 
 from prokl.algorithm import shapes
-from prokl.algorithm.settings import AdjustLrFn, check_choice, check_integer, check_rank
+from prokl.algorithm.settings import COUNT, RANK, AdjustLrFn, check, one_of
 from prokl.algorithm.shapes import MatrixShape, Rank, effective_rank
 
 
@@ -36,11 +36,11 @@ def alpha_kl_bracket(
     for name, value in (("rows", rows), ("cols", cols)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"Invalid {name}={value!r}: must be an int >= 1; pass a weight's shape and its rank.")
-    check_rank(rank)
+    check("rank", rank, RANK)
     if rows * cols < 2:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
-    check_choice("adjust_lr_fn", adjust_lr_fn, (None, *get_args(AdjustLrFn)))
+    check("adjust_lr_fn", adjust_lr_fn, one_of(None, *get_args(AdjustLrFn)))
     c_a = shape.aspect_scale if adjust_lr_fn in (None, "original") else 1.0
     low, high = shapes.alpha_kl_bracket(shape.m, shape.n, effective_rank(rank, shape.m, shape.n))
     return c_a * low, c_a * high
@@ -91,7 +91,7 @@ def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
     Raises:
         TypeError, ValueError: as for :func:`tail_am_gm`; or ``other_side`` is no integer of at least 1.
     """
-    check_integer("other_side", other_side)
+    check("other_side", other_side, COUNT)
     tail = _log_am_gm(eigenvalues, rank)
     return other_side * (eigenvalues.shape[-1] - rank) / 2 * tail
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from prokl.algorithm.settings import check_rank
+from prokl.algorithm.settings import RANK, check
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import without_autocast
 from prokl.diagnostics import measures
@@ -60,7 +60,7 @@ def scalars(
             there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
     """
     engine = engine_of(optimizer)
-    check_rank(rank)
+    check("rank", rank, RANK)
     kept, measured, vectors = [], [], []
     for batch in batches(engine, model):
         kept.append(replace(batch, gradient=None, state={}))
@@ -117,7 +117,7 @@ def spectra(
     "L", (m,), and "R", (n,), over the mean of those beyond the rank; for Pro-KLShampoo "L" and, over mu, "S", (r,).
     Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
     """
-    check_rank(rank)
+    check("rank", rank, RANK)
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, factors in eigenvalues(optimizer, model).items():
         if "S" in factors:

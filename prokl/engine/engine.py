@@ -17,11 +17,11 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import (
-    ALGORITHMS,
+    ALGORITHM,
+    NONNEGATIVE,
+    RATE,
+    check,
     check_adamw,
-    check_choice,
-    check_learning_rate,
-    check_nonnegative,
     plain,
 )
 from prokl.algorithm.shapes import compute_dtype
@@ -154,8 +154,8 @@ class Engine:
             self.build()
             built_on = self._fingerprint()
         for group in self.groups:
-            check_learning_rate("lr", group["lr"])
-            check_nonnegative("weight_decay", group["weight_decay"])
+            check("lr", group["lr"], RATE)
+            check("weight_decay", group["weight_decay"], NONNEGATIVE)
         self._check_gradients()
         work = [(bucket, plan) for bucket in self.buckets() if (plan := bucket.decide()) is not None]
         self._tell_restarts()
@@ -325,7 +325,7 @@ class Engine:
 
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
-        check_choice("algorithm", group.get("algorithm"), ALGORITHMS)
+        check("algorithm", group.get("algorithm"), ALGORITHM)
         own = {"matrix": self.defaults, "adamw": self.adamw.defaults(self.defaults["maximize"])}
         ours, ((other, theirs),) = own.pop(group["algorithm"]), own.items()
         # What torch puts into every optimizer that is copied may be lacking here.

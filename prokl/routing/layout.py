@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from prokl.algorithm.settings import check_choice, plain
+from prokl.algorithm.settings import FLAG, check, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
 from prokl.routing.attention import KV, QKV, NotByHeads, divided, roles
 from prokl.routing.patterns import first_match, quoted
@@ -131,7 +131,7 @@ class Readings:
         heads: bool | Mapping[str, int],
         names: Sequence[str],
     ) -> None:
-        check_choice("split_fused", split_fused, (True, False))
+        check("split_fused", split_fused, FLAG)
         if not isinstance(split, Mapping):
             raise TypeError(f'Invalid split={split!r}: must be pieces by pattern of names, as {{"*.qkv.weight": 3}}.')
         if not isinstance(heads, (bool, Mapping)):

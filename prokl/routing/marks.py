@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
-from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, plain
+from prokl.algorithm.settings import BETAS, NONNEGATIVE, RATE, check, plain
 
 Own = tuple[tuple[str, Any], ...]
 """Settings of a parameter's own, by name."""
-CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "lr": check_learning_rate,
-    "weight_decay": check_nonnegative,
-    "betas": check_betas,
-    "eps": check_nonnegative,
-}
+BOUNDS = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
 
 
 def own_settings(p: Tensor, name: str) -> Own:
@@ -31,11 +26,11 @@ def own_settings(p: Tensor, name: str) -> Own:
         return ()
     own = {key: plain(value) for key, value in marked.items() if value is not None}
     for key, value in own.items():
-        if key not in CHECKS:
+        if key not in BOUNDS:
             raise ValueError(
-                f"Invalid _optim={dict(marked)!r} of {name!r}: {key!r} is none of {', '.join(CHECKS)}; remove it."
+                f"Invalid _optim={dict(marked)!r} of {name!r}: {key!r} is none of {', '.join(BOUNDS)}; remove it."
             )
-        CHECKS[key](f"_optim[{key!r}] of {name!r}", value)
+        check(f"_optim[{key!r}] of {name!r}", value, BOUNDS[key])
     return tuple(sorted(own.items()))
 
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.settings import (
-    check_betas,
-    check_choice,
-    check_learning_rate,
-    check_nonnegative,
-    check_rank,
+    BETAS,
+    FLAG,
+    NONNEGATIVE,
+    RANK,
+    RATE,
+    check,
     clone_if_tensor,
     plain,
 )
@@ -152,18 +153,18 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
-    check_choice("names", names, (True, False))
+    check("names", names, FLAG)
     lr, adamw_lr, weight_decay, adamw_weight_decay = map(plain, (lr, adamw_lr, weight_decay, adamw_weight_decay))
     adamw_betas, adamw_eps, rank = map(plain, (adamw_betas, adamw_eps, rank))
-    check_learning_rate("lr", lr)
-    check_learning_rate("adamw_lr", adamw_lr)
+    check("lr", lr, RATE)
+    check("adamw_lr", adamw_lr, RATE)
     if weight_decay is not None:
-        check_nonnegative("weight_decay", weight_decay)
-    check_nonnegative("adamw_weight_decay", adamw_weight_decay)
-    check_nonnegative("adamw_eps", adamw_eps)
-    check_betas("adamw_betas", adamw_betas)
+        check("weight_decay", weight_decay, NONNEGATIVE)
+    check("adamw_weight_decay", adamw_weight_decay, NONNEGATIVE)
+    check("adamw_eps", adamw_eps, NONNEGATIVE)
+    check("adamw_betas", adamw_betas, BETAS)
     if rank is not None:
-        check_rank(rank, "an integer of at least 1, or None for the optimizer's")
+        check("rank", rank, RANK)
 
     stand_ins, warning = stand_ins_of(model)
     owners = owners_of(model, stand_ins)
