@@ -6,7 +6,7 @@ the tensor itself.
 
 import torch
 
-from prokl.algorithm.coordinates import in_weight_coordinates
+from prokl.algorithm.reference import in_weight_coordinates
 from tests.inputs import KL, PRO, normal
 from tests.kl_transcription import KLTranscription
 from tests.problems import largest

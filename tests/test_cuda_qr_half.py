@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm.coordinates import in_weight_coordinates
+from prokl.algorithm.reference import in_weight_coordinates
 from prokl.backends import cuda_qr
 from prokl.backends.io import TorchIO
 from prokl.backends.select import Backend

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.coordinates import in_eigenbases, in_weight_coordinates
 from prokl.algorithm.pro_klshampoo import refresh
+from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates
 from prokl.backends import cuda_qr
 from prokl.backends.torch_pairs import PairedAlgebra
 from tests.inputs import BACKENDS, KL, METHODS, PRO, normal

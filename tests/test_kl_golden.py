@@ -7,7 +7,7 @@ The facts hold to 5e-6 in the authors' code in float32, which is the float32 tol
 import pytest
 import torch
 
-from prokl.algorithm.coordinates import in_weight_coordinates
+from prokl.algorithm.reference import in_weight_coordinates
 from tests.following import follow
 from tests.inputs import BACKENDS, KL
 from tests.transcription import low_rank_plus_noise, qr_q, relative_error

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from prokl.algorithm.coordinates import in_weight_coordinates
+from prokl.algorithm.reference import in_weight_coordinates
 from tests.inputs import normal, same_bits, weight
 from tests.problems import same_clocks
 

@@ -13,8 +13,8 @@ from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes
 from prokl import ProKLShampoo
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.qr import householder_qr
+from prokl.algorithm.reference import in_eigenbases
 from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.algorithm.types import State
 

@@ -98,6 +98,7 @@ class KLShampooMethod:
     step = staticmethod(step)
     refresh = staticmethod(refresh)
     whitened_size = staticmethod(whitened_size)
+    reference_step = staticmethod(reference_kl.step)
     reference_refresh = staticmethod(reference.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
@@ -121,9 +122,3 @@ class KLShampooMethod:
     def workspace(self, m: int, n: int, rank: int) -> int:
         """Return the elements of temporary memory that a step needs for one matrix at most."""
         return 8 * m * n + 9 * n * n + 8 * m * m
-
-    def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool, stored: torch.dtype
-    ) -> tuple[Tensor, State]:
-        """Do one step of the specification for one matrix; KL-Shampoo has no aspect scale, and no basis to project."""
-        return reference_kl.step(W, G, state, h, refresh=refresh)

@@ -27,30 +27,24 @@ class Method(Protocol[H]):
 
     def check(self, group: Group) -> None:
         """Raise ValueError when a hyper-parameter of a group is out of bounds."""
-        ...
 
     def hyper(self, group: Group) -> H:
         """Read the hyper-parameters of a step from a group."""
-        ...
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return the effective rank of an (m,n) weight; 0 for a method without one."""
-        ...
 
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""
-        ...
 
     def workspace(self, m: int, n: int, rank: int) -> int:
         """Return the elements of temporary memory that a step needs for one matrix at most, in any state dtype.
 
         A start needs no more of them, but in float64.
         """
-        ...
 
     def initialise(self, G: Tensor, rank: int, group: Group) -> State:
         """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
-        ...
 
     def step(
         self, ops: Algebra, G: Factor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None
@@ -70,22 +64,17 @@ class Method(Protocol[H]):
             The direction (B,m,n) as factors; what the step changes of the state; (B,) bool, False where of that only
             :data:`prokl.algorithm.evidence.ALWAYS_MOVE` counts, or None for True.
         """
-        ...
 
     def refresh(self, ops: Algebra, state: State) -> State:
         """Return what a refresh of the eigenbases changes, of B matrices."""
-        ...
 
     def whitened_size(self, ops: Algebra, G: Tensor, state: State, h: H) -> Tensor:
         """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
-        ...
 
     def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
+        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, stored: torch.dtype
     ) -> tuple[Tensor, State]:
         """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
-        ...
 
     def reference_refresh(self, state: State) -> State:
         """Return what the specification's refresh changes, for one matrix."""
-        ...

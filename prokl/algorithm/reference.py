@@ -22,8 +22,28 @@ from prokl.algorithm.polynomials import Polynomial
 from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling, ceiling_factor
+from prokl.algorithm.types import State
 
-State = dict[str, Tensor]
+
+def in_weight_coordinates(state: State) -> State:
+    """Return a step's state (B,...), or that of one matrix, with M, L and R in the place of M_Q, L_Q and R_Q.
+
+    M_Q is Q_L^T M, of KL-Shampoo Q_L^T M Q_R; L_Q is Q_L^T L Q_L, and R_Q is Q_R^T R Q_R. All else is the same in both.
+    """
+    Q_L, Q_R, kept = state["Q_L"], state.get("Q_R"), {"M_Q", "L_Q", "R_Q"}
+    new = {key: value for key, value in state.items() if key not in kept}
+    M = Q_L @ state["M_Q"]
+    new |= {"M": M if Q_R is None else M @ Q_R.mT, "L": Q_L @ state["L_Q"] @ Q_L.mT}
+    return new if Q_R is None else new | {"R": Q_R @ state["R_Q"] @ Q_R.mT}
+
+
+def in_eigenbases(state: State) -> State:
+    """Undo :func:`in_weight_coordinates`, of orthonormal Q_L and Q_R."""
+    Q_L, Q_R, kept = state["Q_L"], state.get("Q_R"), {"M", "L", "R"}
+    new = {key: value for key, value in state.items() if key not in kept}
+    M = Q_L.mT @ state["M"]
+    new |= {"M_Q": M if Q_R is None else M @ Q_R, "L_Q": Q_L.mT @ state["L"] @ Q_L}
+    return new if Q_R is None else new | {"R_Q": Q_R.mT @ state["R"] @ Q_R}
 
 
 def damped(s: Tensor, state: State, eps: float) -> Tensor:
@@ -210,25 +230,18 @@ def refresh_eigenbases(state: State) -> State:
 
 
 def step(
-    W: Tensor,
-    G: Tensor,
-    state: State,
-    h: ProHyper,
-    *,
-    aspect_scale: float,
-    refresh: bool,
-    stored: torch.dtype | None = None,
+    W: Tensor, G: Tensor, state: State, h: ProHyper, *, aspect_scale: float, stored: torch.dtype | None = None
 ) -> tuple[Tensor, State]:
-    """Do one step of Algorithm 2 after the initialising one, on c G for G, for one oriented weight.
+    """Do (1) to (4) of Algorithm 2 after the initialising step, on c G for G, for one oriented weight.
 
-    Without ``clip_threshold`` c is 1: the algorithm as printed.
+    Without ``clip_threshold`` c is 1: the algorithm as printed. Where the step is divisible by tau,
+    :func:`refresh_eigenbases` follows.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
         state: as in the module docstring, in the arithmetic dtype.
         h: hyper-parameters.
         aspect_scale: c_a, from the weight's original rows and columns.
-        refresh: whether the step is divisible by tau.
         stored: dtype that the state is kept in between steps, if not W's: what U loses there is no complement.
 
     Returns:
@@ -243,8 +256,6 @@ def step(
     if evident:
         new |= statistics(c * G, state, h)
         new |= track_subspace(c * G, new, h)
-    if refresh:
-        new |= refresh_eigenbases(new)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
 
 
@@ -268,16 +279,14 @@ def idealised_step(
 ) -> tuple[Tensor, State]:
     """Do one step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
 
-    ``state`` holds U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu (). Order as printed:
-    projection, covariance estimation, tracking, eigenvalue EMA and, when ``refresh``, QR, update with the new
-    state; with one exception: the eigenvalue EMA of S uses Q_S before its rotation, the basis in which Delta_S
-    is expressed (as Algorithm 2 does), since the printed order would mix two bases. The proof of the
+    The order is as printed, with one exception: the eigenvalue EMA of S uses Q_S before its rotation, the basis in
+    which Delta_S is expressed (as Algorithm 2 does), since the printed order would mix two bases. The proof of the
     convergence theorem takes the state to be fixed before the gradient is drawn; Algorithm 1 updates last.
 
     Args:
         W: weight (m,n), m <= n, float64 or float32.
         gradient: maps W to its (stochastic) gradient.
-        state: see above; not modified.
+        state: U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu (); not modified.
         lr, beta2, alpha_kl: step size, EMA weight, mixing weight.
         aspect_scale: c_a of the original shape.
         refresh: whether Step 4b runs.

@@ -7,11 +7,13 @@ clipped (), and lambda_0 () when the start value is "auto".
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from prokl.algorithm.reference import State, admit, bounded, decayed, eigenvalue_ema, refresh_eigenbases, rms, tempered
+from prokl.algorithm.reference import admit, bounded, decayed, eigenvalue_ema, rms, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling, ceiling_factor
+from prokl.algorithm.types import State
 
 
 def whitened_sizes(G: Tensor, state: State) -> tuple[Tensor, Tensor, float]:
@@ -55,18 +57,19 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
     }
 
 
-def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
+def step(
+    W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, stored: torch.dtype | None = None
+) -> tuple[Tensor, State]:
     """Do one step after the initialising one, on c G; weight decay comes after the step, on the updated weight.
 
     Cautiously it then acts where the updated weight still has the direction's sign: not where the step went past zero.
-
-    Without ``clip_threshold`` c is 1: the authors' form.
+    Without ``clip_threshold`` c is 1: the authors' form. The refresh is :mod:`prokl.algorithm.reference`'s.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.
         state: as in the module docstring, in the arithmetic dtype.
         h: hyper-parameters.
-        refresh: whether the step is divisible by tau.
+        aspect_scale, stored: not read, as the method has no c_a and no subspace.
 
     Returns:
         The new weight and the new state. Nothing is modified in place.
@@ -77,9 +80,5 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     delta, cut = direction(M, state, h, c * rows, c * columns)
     W = W - h.lr * delta
     W = decayed(W, delta, h)
-    new = state | {"M": M}
-    if evident:
-        new |= statistics(c * G, state, h.beta2)
-    if refresh:
-        new |= refresh_eigenbases(new)
+    new = state | {"M": M} | (statistics(c * G, state, h.beta2) if evident else {})
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}

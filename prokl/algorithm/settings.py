@@ -27,8 +27,6 @@ COMPLEMENT_VARIANTS = ("pro-klshampoo", "smok-hop", "complement-only")
 """Variants whose update has the complement part Delta_res."""
 POLAR_VARIANTS = ("pro-klshampoo", "complement-only")
 """Variants whose complement part goes through Newton-Schulz."""
-ALGORITHMS = ("matrix", "adamw")
-"""Values of a group's ``algorithm``."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
 Precision = Literal["balanced", "faithful"]
@@ -246,7 +244,7 @@ FLAG = one_of(True, False)
 RATE: Bound = (_is_rate, "a finite number of at least 0, or a tensor with one such element, of at most one dimension")
 BETAS: Bound = (_are_betas, "two numbers in [0, 1)")
 RANK: Bound = (lambda value: _is_auto(value) or _is_count(value), '"auto" or an integer of at least 1')
-ALGORITHM = one_of(*ALGORITHMS)
+ALGORITHM = one_of("matrix", "adamw")
 COMMON_BOUNDS: dict[str, Bound] = {
     "lr": RATE,
     "weight_decay": NONNEGATIVE,

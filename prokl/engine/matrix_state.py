@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.reference import in_eigenbases
 from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
 from prokl.backends.io import Member

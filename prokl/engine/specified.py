@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prokl.algorithm.coordinates import in_eigenbases, in_weight_coordinates
 from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
+from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.types import State
 from prokl.backends.select import Backend
@@ -37,9 +37,7 @@ class SpecifiedBucket(Bucket):
         """Keep the new state of matrix ``b``, and return its new weight (m,n)."""
         before = in_weight_coordinates({key: value[b].to(self.dtype) for key, value in state.items()})
         scale = float(self.aspect_scale[b])
-        W, after = self.method.reference_step(
-            W, G, before, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
-        )
+        W, after = self.method.reference_step(W, G, before, h, aspect_scale=scale, stored=self._state_dtype)
         matrix_state = in_eigenbases(after)
         roots = [value[None] for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
         learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
