@@ -36,9 +36,9 @@ def histories(case: Case) -> list[History]:
                 p.grad = None if g is None else g.clone()
             optimizer.step()
             snapshots.append([snapshot(p, optimizer.state.get(p, {})) for p in weights])
-    h = optimizer.method.hyper(optimizer.param_groups[0])
+    group = optimizer.param_groups[0]
     by_weight = zip(zip(*snapshots, strict=True), zip(*steps, strict=True), strict=True)
-    return [History(case, h, i, own, grads) for i, (own, grads) in enumerate(by_weight)]
+    return [History(case, optimizer.method, group, i, own, grads) for i, (own, grads) in enumerate(by_weight)]
 
 
 def examine(seed: int) -> list[str]:

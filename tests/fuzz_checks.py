@@ -14,7 +14,8 @@ from torch import Tensor
 
 from prokl import KLShampoo
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR
-from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.method import Method
+from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Group, ProHyper
 from prokl.algorithm.shapes import MatrixShape, ceiling, compute_dtype
 from tests.fuzz_cases import FLOAT32_MAX, Case
 
@@ -46,12 +47,13 @@ class History:
     def __init__(
         self,
         case: Case,
-        h: Hyper,
+        method: Method,
+        group: Group,
         index: int,
         snapshots: Sequence[dict[str, Tensor]],
         grads: Sequence[Tensor | None],
     ) -> None:
-        self.case, self.h, self.index = case, h, index
+        self.case, self.index = case, index
         last = snapshots[-1]
         self.values = {  # state that is not yet there counts as zeros, as which it begins
             key: torch.stack([s.get(key, torch.zeros_like(value)) for s in snapshots]) for key, value in last.items()
@@ -66,6 +68,7 @@ class History:
         self.arithmetic = compute_dtype(case.dtype, self.values["M_Q"].dtype) if "M_Q" in last else torch.float32
         self.unit = torch.finfo(self.values["M_Q"].dtype).eps / 2 if "M_Q" in last else 0.0
         self.rounding = torch.finfo(self.arithmetic).eps / 2
+        self.h = method.hyper(group, self.shape.m, self.shape.n, self.arithmetic, p.device)
 
     def broken(self, check: str, measured: Tensor, bound: Tensor | float, where: Tensor | None = None) -> Iterator[str]:
         """Yield a line on the first place (T, c) at which ``measured`` is not within ``bound``, of those that count."""
@@ -223,19 +226,19 @@ def longest_direction(a: History) -> float:
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
         longest = MOMENTUM_CLIP_FACTOR * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
-        return longest * a.h.direction_scale(n)
+        return longest * a.h.direction_scale
     h = a.h
     assert isinstance(h, ProHyper)
     r = a.values["U"].shape[-1]
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
         whitened = MOMENTUM_CLIP_FACTOR * h.gain * (m * r) ** 0.5
-        total += h.subspace_weight(m, n, r) * whitened * (1 + orthonormality(a, r))
+        total += h.alpha_kl * whitened * (1 + orthonormality(a, r))
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
     elif h.variant == "smok-hop":
         total += MOMENTUM_CLIP_FACTOR * h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
-    return total * h.direction_scale(n)
+    return total * h.direction_scale
 
 
 def check_moves(a: History) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prokl.algorithm import evidence, reference
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import pro_hyper
 from tests.following import follow
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
 from tests.training import contents, differences, train
@@ -179,8 +179,8 @@ def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gain_is_what_a_constant_gradient_brings_the_momentum_to(variant):
-    defaults = PRO([weight(4, 6)], variant=variant, momentum=0.9).defaults
-    h = ProHyper.of(defaults)
+    settings = PRO([weight(4, 6)], variant=variant, momentum=0.9).defaults
+    h = pro_hyper(settings, 4, 6, torch.float32, torch.device("cpu"))
     g, a, b = h.gradient_weights
     M = 0.0
     for _ in range(1000):

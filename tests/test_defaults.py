@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import pro_hyper
 from prokl.backends.select import select
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads
@@ -42,7 +42,7 @@ def test_what_stands_in_for_cuda_is_what_it_takes_unasked(monkeypatch):
     assert chosen.name == "triton" and not chosen.host_readable
     assert precision_of(None, "cuda") == "balanced" and precision_of(None, "cpu") == "faithful"
     defaults = ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
-    assert ProHyper.of(defaults).polar_dtype(torch.empty(0, device="meta")) == torch.bfloat16  # on no CPU
+    assert pro_hyper(defaults, 2, 2, torch.float32, torch.device("meta")).ns_dtype == torch.bfloat16  # on no CPU
     # What else would be left to the device has to be said above.
     assert {key for key, value in defaults.items() if value is None} - {"state_dtype", "split"} == {
         "backend",

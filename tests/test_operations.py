@@ -4,7 +4,6 @@ Both take what a step or a refresh over the backend gives them, in the states th
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bench.micro.case import FP32_POLAR, FP64, Sizes, doubled, flat, numbers
-from bench.micro.states import KL_H, H, kl_inputs, pro_inputs
+from bench.micro.states import KL_H, kl_inputs, pro_inputs, settings
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.types import Direction
@@ -64,7 +63,7 @@ def called(backend):
     ops = object.__new__(noted)
     ops.__dict__ |= BACKENDS[backend].__dict__
     dtypes = FP64 if backend == "triton" else FP32_POLAR
-    cases = [(pro_klshampoo, pro_inputs, replace(H, variant=v, ns_dtype=dtypes.polar)) for v in VARIANTS]
+    cases = [(pro_klshampoo, pro_inputs, settings(variant=v, ns_dtype=dtypes.polar)) for v in VARIANTS]
     for module, inputs, h in (*cases, (klshampoo, kl_inputs, KL_H)):
         i = inputs(SIZES, dtypes, numbers(DEVICE), SURPRISING)
         one = torch.ones_like(i["G"][:, 0, 0])

@@ -45,8 +45,9 @@ class Case:
 def step(case: Case, dtype: torch.dtype, *, ns_dtype: torch.dtype | None = None, of=Algebra) -> tuple[Tensor, State]:
     """Step a case in ``dtype``, with the QRs of a GPU; return direction and new state, in float64."""
     state, cls = {k: v.to(dtype)[None].clone() for k, v in case.state.items()}, CLASSES[case.method]
-    hyper = cls.method.hyper(cls([torch.zeros(2, 2)]).defaults | {"clip_threshold": None, "ns_dtype": ns_dtype})
+    settings = cls([torch.zeros(2, 2)]).defaults | {"clip_threshold": None, "ns_dtype": ns_dtype}
     G, one = case.G.to(dtype)[None].clone(), torch.ones(1, dtype=dtype)
+    hyper = cls.method.hyper(settings, *G.shape[1:], dtype, G.device)
     direction, new, _ = cls.method.step(of(host_readable=False), G, state, hyper, one, None)
     return direction.dense()[0].double(), {k: v[0].double() for k, v in new.items()}
 

@@ -7,7 +7,7 @@ import torch
 
 import prokl
 from prokl.algorithm import reference
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import pro_hyper
 from prokl.diagnostics import alpha_kl_bracket
 from tests.theory import inverse_root, normal, orthogonal, population, restricted_optimum, wishart
 
@@ -66,13 +66,13 @@ def test_calibration_intersects_all_rows_as_printed():
 
 def test_the_automatic_alpha_kl_lies_in_the_papers_brackets():
     """Without c_a it is the geometric mean of square weights' ends, and stays above the lower end of tall ones'."""
-    h = ProHyper.of(prokl.ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
-    assert h.alpha_kl == "auto"
+    settings = prokl.ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))], rank=RANK).defaults
+    assert settings["alpha_kl"] == "auto"
     for _, rows, cols, *_ in TABLE:
         m, n = sorted((rows, cols))
         low, high = alpha_kl_bracket(rows, cols, RANK)
         c_a = max(1.0, rows / cols) ** 0.5
-        alpha = h.subspace_weight(m, n, RANK)
+        alpha = pro_hyper(settings, m, n, torch.float32, torch.device("cpu")).alpha_kl
         assert alpha == pytest.approx((low * high) ** 0.5 / c_a, rel=1e-14) and low < alpha < high
 
 

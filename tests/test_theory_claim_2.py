@@ -5,7 +5,7 @@ import torch
 
 import prokl
 from prokl.algorithm import reference
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import pro_hyper
 from tests.theory import (
     Restricted,
     covariance,
@@ -45,7 +45,8 @@ def sampled(*count):
 
 def hyper(beta2):
     own = {"lr": 0.0, "momentum": 0.0, "beta2": beta2, "eps": 0.0, "clip_threshold": None, "alpha_kl": 0.01}
-    return ProHyper.of(prokl.ProKLShampoo([torch.zeros(2, 2)]).defaults | own | {"ns_coefficients": (1.5, -0.5, 0.0)})
+    settings = prokl.ProKLShampoo([torch.zeros(2, 2)]).defaults | own
+    return pro_hyper(settings, M, N, torch.float64, torch.device("cpu"))
 
 
 def state_at(point):

@@ -25,7 +25,7 @@ from bench.micro.case import (
     tensors,
 )
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
-from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H
+from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H, settings
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
@@ -144,7 +144,7 @@ def _momentum(
     inputs = tensors(*specs, *["scale .+"] * scaled, *["active .?"] * active, **POLAR)
 
     def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
-        a_L, h = i["a_L"], replace(H, variant=variant, ns_dtype=i["dtype"])
+        a_L, h = i["a_L"], settings(variant=variant, ns_dtype=i["dtype"])
         roots = Roots(a_L, a_L, a_L[:, 0])
         admitted = Admitted(i.get("scale"), roots, roots, a_L, a_L, a_L[:, 0], {}, None, None)
 

@@ -15,12 +15,19 @@ from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.reference import in_eigenbases
-from prokl.algorithm.settings import Hyper, ProHyper
+from prokl.algorithm.settings import ProHyper, hyper, pro_hyper
 from prokl.algorithm.types import State
 
 OPTIMIZER = ProKLShampoo([torch.zeros(2, 2)], 1e-3, 0.1, 0.95, beta2=0.95, alpha_kl=0.01)
-H, KL_H = ProHyper.of(OPTIMIZER.defaults), Hyper.of(OPTIMIZER.defaults)
-NS_STEPS, NS_COEFFICIENTS = H.ns_steps, H.ns_coefficients
+NS_STEPS, NS_COEFFICIENTS = OPTIMIZER.defaults["ns_steps"], OPTIMIZER.defaults["ns_coefficients"]
+
+
+def settings(**own: Any) -> ProHyper:
+    """Return the settings of a step with ``own`` ones; alpha_kl is a number, so that the shape plays no part."""
+    return pro_hyper(OPTIMIZER.defaults | own, 1, 2, torch.float32, torch.device("cpu"))
+
+
+H, KL_H = settings(), hyper(OPTIMIZER.defaults, 1, 2, torch.float32, torch.device("cpu"))
 CONDITION = 1e4
 """Condition number of L, S and R."""
 DRIFT = 0.1

@@ -206,7 +206,7 @@ class Algebra:
         inverse = torch.where(negligible | (norm < torch.finfo(dtype).tiny ** 0.5), 0.0, 1 / norm)
         if h.variant not in POLAR_VARIANTS:
             return M, self.operand(X.mul_(a_L[:, :, None])), inverse.to(dtype)
-        return M, X.mul_((inverse[:, None] * a_L).to(dtype)[:, :, None]).to(h.polar_dtype(X)), None
+        return M, X.mul_((inverse[:, None] * a_L).to(dtype)[:, :, None]).to(h.ns_dtype), None
 
     def bounded_product(
         self,

@@ -13,8 +13,7 @@ from prokl.algorithm import reference, reference_kl
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, Sizes, clip_decision, clipped_ema, in_range, norm
 from prokl.algorithm.initial import initialise_kl
-from prokl.algorithm.method import Group
-from prokl.algorithm.settings import Hyper, check_common
+from prokl.algorithm.settings import Group, Hyper, check_common, hyper
 from prokl.algorithm.shapes import ceiling, ceiling_factor
 from prokl.algorithm.types import Direction, Factor, State
 
@@ -58,7 +57,7 @@ def step(
         size, largest = norm(D), MOMENTUM_CLIP_FACTOR * h.gain * (m * n) ** 0.5
         cut = torch.where(size > largest, largest / size, 1.0)
         D, bounded = D * cut.to(D.dtype)[:, None, None], decision.bounded | (cut < 1)
-    D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale(n)), Q_R.mT)
+    D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale), Q_R.mT)
 
     # The EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues.
     X, Y = A * s_R[:, None, :], A * s_L[:, :, None]
@@ -93,7 +92,7 @@ class KLShampooMethod:
 
     fixed: tuple[str, ...] = ("state_dtype", "init_eigenvalue")
     check = staticmethod(check_common)
-    hyper = staticmethod(Hyper.of)
+    hyper = staticmethod(hyper)
     initialise = staticmethod(initialise_kl)
     step = staticmethod(step)
     refresh = staticmethod(refresh)

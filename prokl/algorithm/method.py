@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.settings import Group as Group
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.types import Direction, Factor, State
 
 H = TypeVar("H", bound=Hyper)
-Group = dict[str, Any]
-"""A parameter group, with all of its hyper-parameters."""
 
 
 class Method(Protocol[H]):
@@ -28,8 +27,8 @@ class Method(Protocol[H]):
     def check(self, group: Group) -> None:
         """Raise ValueError when a hyper-parameter of a group is out of bounds."""
 
-    def hyper(self, group: Group) -> H:
-        """Read the hyper-parameters of a step from a group."""
+    def hyper(self, group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> H:
+        """Read the hyper-parameters of a step of (m,n) weights from a group; ``dtype`` is the arithmetic's."""
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return the effective rank of an (m,n) weight; 0 for a method without one."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from prokl.algorithm import evidence, reference
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.initial import initialise
-from prokl.algorithm.method import Group
 from prokl.algorithm.newton_schulz import newton_schulz
-from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper, check_pro
+from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Group, ProHyper, check_pro, pro_hyper
 from prokl.algorithm.shapes import effective_rank
 from prokl.algorithm.types import Direction, Factor, State
 
@@ -43,7 +42,7 @@ def step(
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = alpha_kl L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
-    size, used, bounded = h.direction_scale(n), admitted.used, admitted.bounded
+    size, used, bounded = h.direction_scale, admitted.used, admitted.bounded
     usual = evidence.MOMENTUM_CLIP_FACTOR * h.gain
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
@@ -59,7 +58,7 @@ def step(
         X, scale = ops.product(Q, X), size * used.mu * limit
     if h.variant in SUBSPACE_VARIANTS:
         right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
-        weight = size * h.subspace_weight(m, n, r)
+        weight = size * h.alpha_kl
         largest = usual * weight * (m * r) ** 0.5
         left, clipped = ops.bounded_product(
             Q, G_par_white, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
@@ -112,7 +111,7 @@ class ProKLShampooMethod:
 
     fixed: tuple[str, ...] = ("rank", "variant", "state_dtype", "init_eigenvalue")
     check = staticmethod(check_pro)
-    hyper = staticmethod(ProHyper.of)
+    hyper = staticmethod(pro_hyper)
     initialise = staticmethod(initialise)
     step = staticmethod(step)
     refresh = staticmethod(refresh)

@@ -166,16 +166,15 @@ def direction(
     (a_L, left), (a_S, right) = tempered(a_L, rows, h), tempered(a_S, columns, h)
     root_L, total, cut = Q_L @ a_L.diag() @ Q_L.mT, torch.zeros_like(G_perp), left or right
     if h.variant in POLAR_VARIANTS:
-        polar_factor = newton_schulz(root_L @ G_perp, h.polynomials, h.polar_dtype(G_perp))
+        polar_factor = newton_schulz(root_L @ G_perp, h.polynomials, h.ns_dtype)
         total = total + (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * polar_factor
     elif h.variant == "smok-hop":
         whitened, beyond = bounded(a_mu * (root_L @ G_perp), m * (n - r), h)
         total, cut = total + whitened, cut or beyond
     if h.variant in SUBSPACE_VARIANTS:
         whitened, beyond = bounded(root_L @ G_par @ Q_S @ a_S.diag() @ Q_S.mT, m * r, h)
-        weight = h.subspace_weight(m, n, r)
-        total, cut = total + weight * (whitened @ state["U"].mT), cut or (beyond and weight > 0)
-    return h.direction_scale(n) * total, cut
+        total, cut = total + h.alpha_kl * (whitened @ state["U"].mT), cut or (beyond and h.alpha_kl > 0)
+    return h.direction_scale * total, cut
 
 
 def decayed(W: Tensor, D: Tensor, h: Hyper) -> Tensor:

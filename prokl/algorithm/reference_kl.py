@@ -35,7 +35,7 @@ def direction(M: Tensor, state: State, h: Hyper, rows: Tensor, columns: Tensor) 
     s_R, right = tempered(state["inv_sqrt_lambda_R"], columns, h)
     s = s_L.outer(s_R)
     whitened, cut = bounded((Q_L.mT @ M @ Q_R) * (s / (1 + h.eps * start * s)), M.numel(), h)
-    return h.direction_scale(M.shape[1]) * (Q_L @ whitened @ Q_R.mT), cut or left or right
+    return h.direction_scale * (Q_L @ whitened @ Q_R.mT), cut or left or right
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:

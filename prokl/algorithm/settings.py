@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 from numbers import Integral, Real
 from operator import not_
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm.polynomials import MUON, NsCoefficients, Polynomial, each
-from prokl.algorithm.shapes import alpha_kl_bracket
+from prokl.algorithm.shapes import alpha_kl_bracket, effective_rank
 
 Variant = Literal["pro-klshampoo", "smok-hop", "subspace-only", "complement-only"]
 VARIANTS: tuple[str, ...] = get_args(Variant)
@@ -34,6 +34,8 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 """Values of ``precision``; :mod:`prokl.pair` has what balanced products are made of."""
 BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
+Group = dict[str, Any]
+"""A parameter group, with all of its hyper-parameters."""
 AlphaKL = float | Literal["auto"]
 """Type of ``alpha_kl``."""
 AdjustLrFn = Literal["original", "match_rms_adamw"]
@@ -77,12 +79,9 @@ def cpu_has_bfloat16() -> bool:
     return capabilities is None or any(has for name, has in capabilities().items() if "bf16" in name)
 
 
-AnyHyper = TypeVar("AnyHyper", bound="Hyper")
-
-
 @dataclass(frozen=True)
 class Hyper:
-    """Settings of both methods: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
+    """Settings of a step, ``W <- (1 - lr * weight_decay) W - lr * direction``, and what follows from them alone."""
 
     lr: float | Tensor
     weight_decay: float
@@ -92,84 +91,71 @@ class Hyper:
     clip_threshold: float | None
     cautious_weight_decay: bool
     adjust_lr_fn: AdjustLrFn
-
-    @classmethod
-    def of(cls: type[AnyHyper], group: dict[str, Any]) -> AnyHyper:
-        """Read from a parameter group."""
-        return cls(*(plain(group[field.name]) for field in fields(cls)))
-
-    @cached_property
-    def gradient_weights(self) -> tuple[float, float, float]:
-        """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M; here M is an EMA."""
-        return 1.0 - self.momentum, 0.0, 1.0
-
-    @cached_property
-    def gain(self) -> float:
-        """Size of the momentum under gradients of size 1 that never change direction; 1 for an EMA."""
-        g, a, b = self.gradient_weights
-        return a + b * g / (1 - self.momentum)
-
-    def direction_scale(self, n: int) -> float:
-        """Return the factor of the whole direction of a weight with long side n; 1 but for "match_rms_adamw".
-
-        The direction is momentum whose entries have, of whitened independent gradients, the root mean square below,
-        which the factor brings to AdamW's.
-        """
-        if self.adjust_lr_fn == "original":
-            return 1.0
-        g, a, b = self.gradient_weights
-        return ADAMW_RMS / math.hypot(a + b * g, b * g * self.momentum / math.sqrt(1 - self.momentum**2))
+    gradient_weights: tuple[float, float, float]
+    """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M."""
+    gain: float
+    """Size of the momentum under gradients of size 1 that never change direction; 1 for an EMA."""
+    direction_scale: float
+    """Factor of the whole direction; 1 but for "match_rms_adamw"."""
 
 
 @dataclass(frozen=True)
 class ProHyper(Hyper):
     """Pro-KLShampoo's own: mixing weight, Newton-Schulz and the variant."""
 
-    alpha_kl: AlphaKL
-    ns_steps: int
-    ns_coefficients: NsCoefficients
-    ns_dtype: torch.dtype | None
+    alpha_kl: float
+    """Weight of the subspace's part; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2)."""
+    polynomials: tuple[Polynomial, ...]
+    """(a, b, c) of every Newton-Schulz iteration."""
+    ns_dtype: torch.dtype
+    """Dtype of their products."""
     variant: Variant
 
-    def subspace_weight(self, m: int, n: int, rank: int) -> float:
-        """Return alpha_kl of a weight; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2).
 
-        "auto" is the geometric mean of the bracket over c_a. With c_a, which makes the part larger where rows outnumber
-        columns, losses were higher (docs/experiments.md).
-        """
-        if self.variant == "smok-hop":
-            return 1.0
-        low, high = alpha_kl_bracket(m, n, rank)
-        return math.sqrt(low * high) if self.alpha_kl == "auto" else self.alpha_kl
+def hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Hyper:
+    """Read KL-Shampoo's settings, whose momentum is an EMA; see :meth:`prokl.algorithm.method.Method.hyper`."""
+    return Hyper(**_shared(group, (1.0 - plain(group["momentum"]), 0.0, 1.0)))
 
-    @cached_property
-    def polynomials(self) -> tuple[Polynomial, ...]:
-        """(a, b, c) of every Newton-Schulz iteration."""
-        return each(self.ns_coefficients, self.ns_steps)
 
-    @cached_property
-    def gradient_weights(self) -> tuple[float, float, float]:
-        """See :class:`Hyper`; Nesterov lookahead (P1) for all variants but Smok-Hop, whose momentum is an EMA."""
-        return (1.0 - self.momentum, 0.0, 1.0) if self.variant == "smok-hop" else (1.0, 1.0, self.momentum)
+def pro_hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> ProHyper:
+    """Read Pro-KLShampoo's settings; see :meth:`prokl.algorithm.method.Method.hyper`.
 
-    def direction_scale(self, n: int) -> float:
-        """See :class:`Hyper`; for an orthogonalised update, of root mean square 1/sqrt(n), torch.optim.Muon's."""
-        if self.adjust_lr_fn == "original" or self.variant not in POLAR_VARIANTS:
-            return super().direction_scale(n)
-        return ADAMW_RMS * math.sqrt(n)
-
-    def polar_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype of the Newton-Schulz products, for ``like`` in the arithmetic dtype.
-
-        bfloat16 as in Muon, float64 for float64 weights, float32 on a device without instructions for bfloat16.
-        """
-        if self.ns_dtype is not None or like.dtype == torch.float64:
-            return self.ns_dtype or torch.float64
-        if like.device.type == "cuda":
-            has_bfloat16 = torch.version.hip is not None or torch.cuda.get_device_capability(like.device) >= (8, 0)
+    The momentum has Nesterov's lookahead (P1), and Smok-Hop's is an EMA. An "auto" ``alpha_kl`` is the geometric mean
+    of the bracket over c_a; with c_a, which makes the part larger where rows outnumber columns, losses were higher
+    (docs/experiments.md). Newton-Schulz is in bfloat16 as Muon's, with float64 weights in float64, and in float32 on a
+    device without instructions for bfloat16.
+    """
+    variant, alpha_kl, ns_dtype, momentum = (plain(group[k]) for k in ("variant", "alpha_kl", "ns_dtype", "momentum"))
+    shared = _shared(group, (1.0, 1.0, momentum))
+    if variant == "smok-hop":
+        shared, alpha_kl = _shared(group, (1.0 - momentum, 0.0, 1.0)), 1.0
+    if shared["adjust_lr_fn"] != "original" and variant in POLAR_VARIANTS:
+        shared["direction_scale"] = ADAMW_RMS * math.sqrt(n)  # of a root mean square of 1/sqrt(n); torch.optim.Muon's
+    if alpha_kl == "auto":
+        low, high = alpha_kl_bracket(m, n, effective_rank(plain(group["rank"]), m, n))
+        alpha_kl = math.sqrt(low * high)
+    if ns_dtype is None:
+        if device.type == "cuda":
+            has_bfloat16 = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
         else:
-            has_bfloat16 = like.device.type != "cpu" or cpu_has_bfloat16()
-        return torch.bfloat16 if has_bfloat16 else torch.float32
+            has_bfloat16 = device.type != "cpu" or cpu_has_bfloat16()
+        ns_dtype = torch.float64 if dtype == torch.float64 else torch.bfloat16 if has_bfloat16 else torch.float32
+    polynomials = each(plain(group["ns_coefficients"]), plain(group["ns_steps"]))
+    return ProHyper(**shared, alpha_kl=alpha_kl, polynomials=polynomials, ns_dtype=ns_dtype, variant=variant)
+
+
+def _shared(group: Group, weights: tuple[float, float, float]) -> dict[str, Any]:
+    """Return the fields of :class:`Hyper`.
+
+    The direction is momentum whose entries have, of whitened independent gradients, the root mean square below, which
+    "match_rms_adamw" brings to AdamW's.
+    """
+    derived = {"gradient_weights", "gain", "direction_scale"}
+    given = {field.name: plain(group[field.name]) for field in fields(Hyper) if field.name not in derived}
+    (g, a, b), momentum = weights, given["momentum"]
+    rms = math.hypot(a + b * g, b * g * momentum / math.sqrt(1 - momentum**2))
+    scale = 1.0 if given["adjust_lr_fn"] == "original" else ADAMW_RMS / rms
+    return given | {"gradient_weights": weights, "gain": a + b * g / (1 - momentum), "direction_scale": scale}
 
 
 DTYPES = {
@@ -289,7 +275,7 @@ def check(name: str, value: Any, bound: Bound) -> None:
         raise ValueError(f"Invalid {name}={value!r}: must be {words}.")
 
 
-def check_common(group: dict[str, Any]) -> None:
+def check_common(group: Group) -> None:
     """Raise ValueError when a hyper-parameter that both matrix methods have is out of bounds."""
     for name, bound in COMMON_BOUNDS.items():
         check(name, group[name], bound)
@@ -301,7 +287,7 @@ def check_common(group: dict[str, Any]) -> None:
         )
 
 
-def check_pro(group: dict[str, Any]) -> None:
+def check_pro(group: Group) -> None:
     """Raise ValueError when a hyper-parameter of Pro-KLShampoo is out of bounds."""
     check_common(group)
     for name, bound in PRO_BOUNDS.items():
@@ -314,7 +300,7 @@ def check_pro(group: dict[str, Any]) -> None:
     each(plain(group["ns_coefficients"]), group["ns_steps"])
 
 
-def check_adamw(group: dict[str, Any]) -> None:
+def check_adamw(group: Group) -> None:
     """Raise ValueError when a hyper-parameter of a group that AdamW handles is missing or out of bounds."""
     if "lr" not in group:
         raise ValueError(
@@ -330,5 +316,5 @@ def check_adamw(group: dict[str, Any]) -> None:
     _check_not_differentiable(group)
 
 
-def _check_not_differentiable(group: dict[str, Any]) -> None:
+def _check_not_differentiable(group: Group) -> None:
     check("differentiable", group.get("differentiable"), (not_, "False or left out: no step is recorded for autograd"))

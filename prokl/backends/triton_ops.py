@@ -128,7 +128,7 @@ class TritonAlgebra(Algebra):
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
     ) -> tuple[Tensor, Factor | None, Tensor | None]:
         """Update M in place and form X in one launch; what normalises it is left to the products where it can be."""
-        arithmetic, dtype = admitted.used.L.dtype, h.polar_dtype(admitted.used.L)
+        arithmetic, dtype = admitted.used.L.dtype, h.ns_dtype
         polar = h.variant in POLAR_VARIANTS
         # Halves of float64 would leave float32's range, in which they are multiplied: X is normalised before.
         half = polar and dtype == torch.bfloat16 and arithmetic != torch.float64

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.settings import Hyper
 from prokl.algorithm.types import Direction
 from prokl.backends.device import on_device
 from prokl.backends.io import in_float32
@@ -52,13 +53,14 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if batch.gradient is None:
         return {}
     assert batch.weight_rms is not None
-    G, h = batch.gradient, batch.method.hyper(batch.group)
+    G = batch.gradient
+    h = batch.method.hyper(batch.group, batch.m, batch.n, G.dtype, G.device)
     squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
     usable = in_float32(squares) & on_device(batch.has_gradient, torch.bool, G.device)
     zero = G == 0
     idle = torch.maximum(*(zero.all(dim=dim).to(G.dtype).mean(dim=-1) for dim in (-1, -2)))
     figures = {"whitened_size": batch.method.whitened_size(OPS, G, batch.state, h), "idle_rows": idle}
-    D = coming_direction(batch, G, usable).dense()
+    D = coming_direction(batch, G, usable, h).dense()
     norm = torch.linalg.vector_norm(D, dim=(-2, -1))
     figures["update_rms"] = norm / (batch.m * batch.n) ** 0.5
     if "U" in batch.state:
@@ -76,10 +78,10 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     return {key: value.masked_fill(~usable, torch.nan) for key, value in figures.items()}
 
 
-def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:
+def coming_direction(batch: Batch, G: Tensor, usable: Tensor, h: Hyper) -> Direction:
     """Return D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, in PyTorch.
 
     The batch's M_Q may be overwritten.
     """
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
-    return batch.method.step(OPS, G, batch.state, batch.method.hyper(batch.group), scales, usable)[0]
+    return batch.method.step(OPS, G, batch.state, h, scales, usable)[0]

@@ -178,7 +178,8 @@ class Bucket:
             self._asked = asked
             self.graphs = backend.graphs
         self.weights, self.group = list(weights), group
-        self.h = self.method.hyper({**group, "lr": 0.0, "weight_decay": 0.0})
+        a, without_rates = self.layout, {**group, "lr": 0.0, "weight_decay": 0.0}
+        self.h = self.method.hyper(without_rates, a.m, a.n, a.dtype, a.device)
         runs = [[*run] for _, run in groupby(enumerate(weights), key=lambda each: id(each[1].group))]
         self._groups = [(run[0][1].group, range(run[0][0], run[-1][0] + 1)) for run in runs]
 
