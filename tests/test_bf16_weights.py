@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.settings import BF16_WEIGHTS
 from prokl.algorithm.shapes import MatrixShape
-from prokl.algorithm.types import Direction
 from prokl.backends.io import Layout, Member, Rates, TorchIO
 from prokl.backends.rounding import Rounding, noise, stochastic
 from prokl.backends.triton_ops import TritonIO

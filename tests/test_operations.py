@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from bench.micro.case import FP32_POLAR, FP64, Sizes, doubled, flat, numbers
 from bench.micro.states import KL_H, kl_inputs, pro_inputs, settings
 from prokl.algorithm import klshampoo, pro_klshampoo
-from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.types import Direction
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.backends import torch_pairs, triton_ops, triton_pairs
 from prokl.kernels.launch import INTERPRETED
 from prokl.pair import RESIDUAL

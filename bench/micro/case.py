@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bench import gate
-from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.types import Direction
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.micro.case import Bind, Case, Draw, Dtypes, Inputs, Sizes, tensors
-from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
-from prokl.algorithm.types import Direction
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of

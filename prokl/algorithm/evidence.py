@@ -32,7 +32,6 @@ Dimension key: B matrices, m short side, n long side, r rank, k size of the long
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -105,18 +104,18 @@ def clip_decision(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> ClipDeci
     return ClipDecision(scale.to(dtype), rows.to(dtype), columns.to(dtype), finite, bounded, changed)
 
 
-def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:
+def in_range(roots: tuple[Tensor, ...] | list[Tensor], n: int, dtype: torch.dtype) -> Tensor:
     """Return (B,) bool, True where the eigenvalue means of a new state, and the factors with them, can be stored.
 
     Inverse roots beyond the dtype's largest number would be infinite. Eigenvalue means whose sum is beyond it may go
     with a factor that is: its entries are at most that large. NaN is neither.
 
     Args:
-        roots: inverse roots (B,k) or (B,), k at most n.
+        roots: inverse roots (B,k), k at most n.
         n: long side.
         dtype: what the state is stored in.
     """
-    lowest, highest = torch.cat([t.reshape(len(t), -1) for t in roots], dim=1).aminmax(dim=1)
+    lowest, highest = torch.cat(roots, dim=1).aminmax(dim=1)
     largest = torch.finfo(dtype).max
     return (lowest > (n / largest) ** 0.5) & (highest <= largest)
 
@@ -210,7 +209,7 @@ def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: 
     ell, rho, e_res = ell * weight * weight, rho * weight * weight, e_res * weight * weight
     s, a = averaged(s, a, ell, rho, e_res, eps, factor, h, n)
     if evident is not None:
-        evident = evident & in_range(s, n, state["M_Q"].dtype)
+        evident = evident & in_range((s.L, s.S, s.mu[:, None]), n, state["M_Q"].dtype)
     weight_L = (1 - h.beta2) / n * (a.mu * c).square()
     c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
     s = Roots(s.L.to(dtype), s.S.to(dtype), s.mu.to(dtype))

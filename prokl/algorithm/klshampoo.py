@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import reference, reference_kl
-from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, Sizes, clip_decision, clipped_ema, in_range, norm
 from prokl.algorithm.initial import initialise_kl
 from prokl.algorithm.settings import Group, Hyper, check_common, hyper
 from prokl.algorithm.shapes import ceiling, ceiling_factor
-from prokl.algorithm.types import Direction, Factor, State
+from prokl.algorithm.types import Factor, State
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:

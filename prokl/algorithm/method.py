@@ -7,10 +7,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.settings import Group as Group
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.types import Direction, Factor, State
+from prokl.algorithm.types import Factor, State
 
 H = TypeVar("H", bound=Hyper)
 

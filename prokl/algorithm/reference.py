@@ -52,6 +52,12 @@ def damped(s: Tensor, state: State, eps: float) -> Tensor:
     return s / (1 + eps * start * s)
 
 
+def damped_roots(state: State, h: ProHyper) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the damped lambda_L^-1/2 (m,), lambda_S^-1/2 (r,) and mu_perp^-1/2 ()."""
+    s_L, s_S, s_mu = (state[f"inv_sqrt_{key}"] for key in ("lambda_L", "lambda_S", "mu"))
+    return damped(s_L, state, h.eps), damped(s_S, state, h.eps), damped(s_mu, state, h.eps)
+
+
 def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
     """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2 (eq. clamp_practical)."""
     ema = beta2 * s**-2 + (1 - beta2) * statistic
@@ -79,12 +85,9 @@ def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor
     Returns:
         Those of rows (m,), along Q_L, and of columns (r,), along Q_S; and the larger one of subspace and complement.
     """
-    m, n = G.shape
-    U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
+    (m, n), U, Q_L, Q_S = G.shape, state["U"], state["Q_L"], state["Q_S"]
     r = U.shape[1]
-    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps).double()
-    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps).double()
-    a_mu = damped(state["inv_sqrt_mu"], state, h.eps).double()
+    a_L, a_S, a_mu = (a.double() for a in damped_roots(state, h))
     Gt = G @ U
     G_perp = G - Gt @ U.mT
     inside = (a_L.diag() @ (Q_L.mT @ Gt @ Q_S).double() @ a_S.diag()).square()
@@ -117,11 +120,6 @@ def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool,
     if "lambda_0" in state and rms > 0:
         changed["lambda_0"] = state["lambda_0"].clamp(max=max(h.beta2 * float(state["lambda_0"]), UNITS * rms))
     return min(1.0, kappa / size) if size > 0 else 1.0, True, changed
-
-
-def rms(G: Tensor) -> float:
-    """Return the root mean square of a gradient, whose squares may overflow."""
-    return float(G.double().square().mean().sqrt())
 
 
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
@@ -162,7 +160,7 @@ def direction(
         rows, columns: sizes of c G (m,), (r,); directions of a factor in which they are beyond the threshold shrink.
     """
     (m, n), r, Q_L, Q_S = G_perp.shape, G_par.shape[1], state["Q_L"], state["Q_S"]
-    a_L, a_S, a_mu = (damped(state[f"inv_sqrt_{key}"], state, h.eps) for key in ("lambda_L", "lambda_S", "mu"))
+    a_L, a_S, a_mu = damped_roots(state, h)
     (a_L, left), (a_S, right) = tempered(a_L, rows, h), tempered(a_S, columns, h)
     root_L, total, cut = Q_L @ a_L.diag() @ Q_L.mT, torch.zeros_like(G_perp), left or right
     if h.variant in POLAR_VARIANTS:
@@ -185,16 +183,12 @@ def decayed(W: Tensor, D: Tensor, h: Hyper) -> Tensor:
 
 def statistics(G: Tensor, state: State, h: ProHyper) -> State:
     """Do (3): eigenvalue and factor EMAs of the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
-    m, n = G.shape
-    U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
-    r = U.shape[1]
-    factor = ceiling_factor(state)
+    (m, n), U, Q_L, Q_S = G.shape, state["U"], state["Q_L"], state["Q_S"]
+    r, factor = U.shape[1], ceiling_factor(state)
     Gt = G @ U
     G_perp = G - Gt @ U.mT
 
-    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
-    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
-    a_mu = damped(state["inv_sqrt_mu"], state, h.eps)
+    a_L, a_S, a_mu = damped_roots(state, h)
     ldiag = (Q_L.mT @ Gt @ Q_S @ a_S.diag()).square().mean(dim=1)
     rdiag = (a_L.diag() @ Q_L.mT @ Gt @ Q_S).square().mean(dim=0)
     e_res = (Q_L.mT @ G_perp).square().sum(dim=1)
@@ -215,8 +209,7 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
 
 def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U); S and Q_S turn with T = U^T U_+."""
-    U, S, Q_L = state["U"], state["S"], state["Q_L"]
-    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
+    U, S, Q_L, a_L = state["U"], state["S"], state["Q_L"], damped_roots(state, h)[0]
     sample = G.mT @ Q_L @ (a_L**2).diag() @ Q_L.mT @ G @ U / G.shape[0]
     U_new = householder_qr(h.beta2 * U @ S + (1 - h.beta2) * sample)
     T = U.mT @ U_new
@@ -247,7 +240,7 @@ def step(
         The new weight and the new state. Nothing is modified in place.
     """
     rows, columns, size = whitened_sizes(G, state, h)
-    c, evident, decided = admit(size, rms(G), state, h)
+    c, evident, decided = admit(size, float(G.double().square().mean().sqrt()), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h, stored)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c * rows, c * columns)
     W = decayed(W, delta, h) - h.lr * delta

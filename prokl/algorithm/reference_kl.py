@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.reference import admit, bounded, decayed, eigenvalue_ema, rms, tempered
+from prokl.algorithm.reference import admit, bounded, decayed, eigenvalue_ema, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling, ceiling_factor
 from prokl.algorithm.types import State
@@ -40,10 +40,8 @@ def direction(M: Tensor, state: State, h: Hyper, rows: Tensor, columns: Tensor) 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
     """Update the EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
-    m, n = G.shape
-    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    (m, n), Q_L, Q_R, factor = G.shape, state["Q_L"], state["Q_R"], ceiling_factor(state)
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    factor = ceiling_factor(state)
     X = G @ Q_R @ s_R.diag()
     Y = G.mT @ Q_L @ s_L.diag()
     A = Q_L.mT @ G @ Q_R
@@ -75,7 +73,7 @@ def step(
         The new weight and the new state. Nothing is modified in place.
     """
     rows, columns, size = whitened_sizes(G, state)
-    c, evident, decided = admit(size, rms(G), state, h)
+    c, evident, decided = admit(size, float(G.double().square().mean().sqrt()), state, h)
     M = h.momentum * state["M"] + (1 - h.momentum) * (c * G)
     delta, cut = direction(M, state, h, c * rows, c * columns)
     W = W - h.lr * delta

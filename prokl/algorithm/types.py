@@ -1,14 +1,12 @@
-"""Types that the parts of a step hand each other: state, inverse roots, the bound on a gradient, the direction.
+"""Types that the parts of a step hand each other: state, inverse roots, the bound on a gradient.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
@@ -67,37 +65,3 @@ class Admitted(NamedTuple):
     evident: Tensor | None
     """(B,) bool: where False, all but ALWAYS_MOVE of the state stays, as the gradient's size is not finite or a new
     inverse root leaves what the state holds. None for True."""
-
-
-@dataclass(frozen=True)
-class Direction:
-    """The direction D = scale X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
-
-    X: Tensor | None
-    """(B,m,n) in any floating dtype; None when the direction is left right^T alone."""
-    scale: Tensor | None = None
-    """(B,); None is 1."""
-    left: Tensor | None = None
-    """(B,m,r) in the arithmetic dtype, or with ``right`` in a lower one; None is zero."""
-    right: Tensor | None = None
-    """(B,n,r), with ``left``."""
-    decay_after: bool = False
-    """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
-    cautious_decay: bool = False
-    """True if it acts only where D and the weight that it acts on do not differ in sign."""
-
-    def dense(self) -> Tensor:
-        """Return D (B,m,n), in the arithmetic dtype."""
-        if self.X is None:
-            assert self.left is not None and self.right is not None
-            dtype = torch.promote_types(self.left.dtype, torch.float32)
-            return self.left.to(dtype) @ self.right.to(dtype).mT
-        D = self.X
-        if self.scale is not None:
-            wide = D.to(self.scale.dtype)  # the arithmetic dtype
-            D = wide * self.scale[:, None, None] if wide is D else wide.mul_(self.scale[:, None, None])
-        if self.left is None:
-            return D
-        assert self.right is not None
-        add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
-        return add(D, self.left.to(D.dtype), self.right.to(D.dtype).mT)

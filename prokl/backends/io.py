@@ -16,8 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.shapes import MatrixShape
-from prokl.algorithm.types import Direction, Factor
+from prokl.algorithm.types import Factor
 from prokl.backends.rounding import Rounding
 from prokl.pair import Pair
 

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import UNITS
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots, Scale, State
+from prokl.algorithm.types import Admitted, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
 from prokl.backends.device import SecondStream
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.types import Direction
 from prokl.backends.device import on_device
 from prokl.backends.io import in_float32
 from prokl.diagnostics.weights import Batch

@@ -39,7 +39,7 @@ class SpecifiedBucket(Bucket):
         scale = float(self.aspect_scale[b])
         W, after = self.method.reference_step(W, G, before, h, aspect_scale=scale, stored=self._state_dtype)
         matrix_state = in_eigenbases(after)
-        roots = [value[None] for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
+        roots = [value.reshape(1, -1) for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
         learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
         for key, value in matrix_state.items():
             if learns or key in ALWAYS_MOVE:
