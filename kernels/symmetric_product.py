@@ -71,14 +71,17 @@ def symmetric_product_kernel(
     A_ptr,
     B_ptr,
     C_ptr,
+    E_ptr,
     D_ptr,
     shifted_ptr,
     alpha_ptr,
     beta_ptr,
     M,
     K,
+    K_OF_E,
     alpha: tl.float64,
     beta: tl.float64,
+    gamma: tl.float64,
     shift: tl.float64,
     ahead: tl.float64,
     stride_A_lo,
@@ -92,10 +95,12 @@ def symmetric_product_kernel(
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_E_lo,
     stride_alpha_b,
     stride_beta_b,
     LO: tl.constexpr,
     HAS_C: tl.constexpr,
+    HAS_E: tl.constexpr,
     SHIFTED: tl.constexpr,
     AHEAD: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -107,10 +112,11 @@ def symmetric_product_kernel(
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
+    """Compute D = alpha A B^T + gamma E E^T + beta C, symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M) is contiguous. Where SQUARED alpha counts
-    twice. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum.
+    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M) is contiguous. Where HAS_E, B is A, and A
+    and E (M, K_OF_E), a pair as A, are contiguous. Where SQUARED alpha counts twice. Where SHIFTED,
+    D + ahead (D - C) + shift I is stored besides, from one sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -121,16 +127,30 @@ def symmetric_product_kernel(
     o_n = i_n * TILE + tl.arange(0, TILE)
 
     acc = tl.zeros((TILE, TILE), SUM)
-    acc = add_product(
-        acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, M, K,
-        stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_m,
-        LO, LO, OPERAND, SUM, PRECISION, TILE_K,
-    )  # fmt: skip
+    scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
+    if HAS_E:
+        # One loop serves both: of two, each one's addresses would take registers through the other, and spill on sm_80.
+        gamma = tl.full((), gamma, SUM)
+        for second in range(2):
+            of_E = second > 0
+            depth = tl.where(of_E, K_OF_E, K)
+            at = tl.where(of_E, E_ptr, A_ptr) + i_b * M * depth
+            lo = tl.where(of_E, stride_E_lo, stride_A_lo)
+            acc = add_product(
+                acc, at, at, o_m, o_n, M, M, depth, lo, depth, 1, lo, 1, depth, LO, LO, OPERAND, SUM, PRECISION, TILE_K
+            )
+            acc *= tl.where(of_E, gamma, scale / gamma)
+        scale = tl.full((), 1.0, SUM)
+    else:
+        acc = add_product(
+            acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, M, K,
+            stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_m,
+            LO, LO, OPERAND, SUM, PRECISION, TILE_K,
+        )  # fmt: skip
 
     diagonal = i_m == i_n
     if diagonal:  # its halves can differ in rounding: the lower one is taken for both
         acc = tl.where(o_m[:, None] >= o_n[None, :], acc, tl.trans(acc))
-    scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
     if SQUARED:
         acc = tl.where(scale == 0, tl.zeros_like(acc), acc)  # which may be infinite there
         scale = scale * scale
@@ -212,12 +232,14 @@ def _compute(
     out_dtype: torch.dtype,
     tile: Tile | None,
     *,
+    E: Operand | None = None,
+    gamma: float = 1.0,
     shift: float | None = None,
     ahead: float = 0.0,
     squared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D moved, else D."""
-    (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
+    (A_hi, A_lo, paired), (B_hi, B_lo, _), (E_hi, E_lo, _) = stored(A), stored(B), stored(A if E is None else E)
     batch, m, k = A_hi.shape
     if C is not None:
         launch.check("C", C, (batch, m, m), A_hi.device, like="A")
@@ -232,9 +254,9 @@ def _compute(
     if batch == 0:
         return D, shifted
     added = () if C is None else (C,)
-    sum_dtype, operand = operand_dtypes((A, B), *added)
-    A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
-    wide, turned = aligned(A_hi, B_hi, *added, D), A_hi.stride(2) != 1
+    sum_dtype, operand = operand_dtypes((A, B) if E is None else (A, E), *added)
+    A_hi, B_hi, E_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi, E_hi))
+    wide, turned = aligned(A_hi, B_hi, E_hi, *added, D), A_hi.stride(2) != 1
     tile = tile or choose_tile(batch, m, operand, wide, turned, shift is not None)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
@@ -245,14 +267,17 @@ def _compute(
         A_hi,
         B_hi,
         A_hi if C is None else C,  # A: not read
+        E_hi,
         D,
         shifted,
         alpha_at,
         beta_at,
         m,
         k,
+        E_hi.shape[2],
         alpha_value,
         beta_value,
+        float(gamma),
         float(shift or 0.0),
         float(ahead),
         A_lo,
@@ -260,10 +285,12 @@ def _compute(
         B_lo,
         *B_hi.stride(),
         *((0, 0, 0) if C is None else C.stride()),
+        E_lo,
         stride_alpha,
         stride_beta,
         LO=paired,
         HAS_C=C is not None,
+        HAS_E=E is not None,
         SHIFTED=shift is not None,
         AHEAD=ahead != 0,
         SQUARED=squared,
@@ -321,6 +348,28 @@ def symmetric_product(
     check_factor(A)
     out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
     return _compute(A, A, C, alpha, beta, out_dtype, tile)[0]
+
+
+def symmetric_products(
+    A: Operand, E: Operand, *, C: Tensor, alpha: Tensor, gamma: float, beta: float, tile: Tile | None = None
+) -> Tensor:
+    """Compute D = alpha A A^T + gamma E E^T + beta C in one launch; D equals D^T exactly.
+
+    Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
+
+    Args:
+        A: (batch,m,k). E: (batch,m,l), of A's dtype.
+        C: symmetric (batch,m,m).
+        alpha: (batch,). gamma: above 0. beta: a number.
+    """
+    check_factor(A)
+    shape, (hi, _, _) = tuple(A.shape), stored(A)
+    check_operands(A=(A, shape, hi.device), E=(E, (*shape[:2], E.shape[-1]), hi.device))
+    if hi.dtype != stored(E)[0].dtype:
+        raise ValueError(f"A has dtype {hi.dtype} and E {stored(E)[0].dtype}; must be alike: convert one.")
+    A, E = (Pair(t.both.contiguous()) if isinstance(t, Pair) else t.contiguous() for t in (A, E))
+    out_dtype = torch.float32 if isinstance(A, Pair) else A.dtype
+    return _compute(A, A, C, alpha, beta, out_dtype, tile, E=E, gamma=gamma)[0]
 
 
 def symmetric_polynomial(

@@ -68,7 +68,7 @@ def weigh_kernel(
     """Compute a (TILE_M, TILE_R) tile of all five a program, of G, M, A, B (M, R) with any strides.
 
     G_par = of_G c G + of_M M; half = (of_G c A + of_M B) used; onto = A columns; Z = rows G; Y = rows Z. rows (M,),
-    columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous, G_par and Y pairs where PAIR.
+    columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous; G_par, onto and Y are pairs where PAIR.
     """
     i = tl.program_id(0)
     tiles_r = tl.cdiv(R, TILE_R)
@@ -94,7 +94,7 @@ def weigh_kernel(
     used = tl.load(used_ptr + i_b * stride_used_b + o_r * stride_used_r, o_r < R, 0.0).to(DTYPE)[None, :]
     store_result(half_ptr, 0, at, (of_new * x + of_old * y) * used, mask, False)
     columns = tl.load(columns_ptr + i_b * stride_columns_b + o_r * stride_columns_r, o_r < R, 0.0).to(DTYPE)[None, :]
-    store_result(onto_ptr, 0, at, x * columns, mask, False)
+    store_result(onto_ptr, stride_lo, at, x * columns, mask, PAIR)
 
 
 def weigh(
@@ -109,7 +109,7 @@ def weigh(
     scale: Tensor | None,
     weights: tuple[float, float],
     pair: bool = False,
-) -> tuple[Operand, Tensor, Tensor, Tensor, Operand]:
+) -> tuple[Operand, Tensor, Operand, Tensor, Operand]:
     """Compute, in one launch and with weights (g, b), what a step takes of a gradient and its momentum on the subspace.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64 where one
@@ -120,7 +120,7 @@ def weigh(
         rows: (B,m). columns, used: (B,r).
         scale: c (B,), or None for 1.
         weights: of c G and of M.
-        pair: whether the first and the last result are wanted as pairs.
+        pair: whether the first, the third and the last result are wanted as pairs.
 
     Returns:
         g c G + b M; (g c A + b B) diag(used); A diag(columns); diag(rows) G; and diag(rows)^2 G: (B,m,r), contiguous.
@@ -140,9 +140,10 @@ def weigh(
     dtype = launch.arithmetic_dtype(*(t for t, _ in given.values()))
     if pair and dtype != torch.float32:
         raise ValueError("A sum in float64 was to be split; pairs hold float32.")
-    half, onto, Z = (torch.empty((batch, m, r), dtype=dtype, device=G.device) for _ in range(3))
-    G_par: Operand = empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z)
-    Y: Operand = empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z)
+    half, Z = (torch.empty((batch, m, r), dtype=dtype, device=G.device) for _ in range(2))
+    factors: list[Operand]
+    factors = [empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z) for _ in range(3)]
+    G_par, onto, Y = factors
     width = min(COLUMNS, max(16, triton.next_power_of_2(r)))
     if batch:
         launch.start(
@@ -159,7 +160,7 @@ def weigh(
             G if scale is None else scale,  # G: not read as such
             stored(G_par)[0],
             half,
-            onto,
+            stored(onto)[0],
             Z,
             stored(Y)[0],
             m,

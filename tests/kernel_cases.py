@@ -25,7 +25,7 @@ from prokl.algorithm import evidence
 from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn
 from prokl.kernels.launch import Tile
 from prokl.kernels.stack import TILES as TILES_OF_STACK
 from prokl.kernels.stack import stack
@@ -360,9 +360,33 @@ GRAM = KernelCase(
     dtypes=((SINGLE,), (HALF,), (DOUBLE,), *(own[:1] for own in GPU_DTYPES)),
     stored=lambda i: i["X"].dtype, symmetric=True, refused=(({"scale": torch.ones(2)}, r"scale has shape"),),
 )  # fmt: skip
+TWO_SYMMETRIC = KernelCase(
+    "two symmetric products", lambda **i: [symmetric_product.symmetric_products(**i)],
+    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT + i["gamma"] / column(i["alpha"]) * i["E"] @ i["E"].mT))],
+    {"A": "mn", "E": "mr", "alpha": ".+", "gamma": 0.3, "beta": 0.9}, lambda s: [(s.n + s.r + 8, 1)],
+    dtypes=((SINGLE,) * 4, (HALF, HALF, SINGLE, SINGLE), (DOUBLE,) * 4, (SINGLE, SINGLE, SINGLE, BF16)),
+    variants=({"C": "mm~"},), tiles=SYMMETRIC_TILES, stored=wider, symmetric=True,
+    refused=(
+        ({"E": torch.ones(3, 6, 4)}, r"E has shape \(3, 6, 4\); must be \(3, 5, 4\)"),
+        ({"E": torch.ones(3, 5, 4).half()}, r"A has dtype torch.float32 and E torch.float16; must be alike"),
+    ),
+)  # fmt: skip
+PAIRED_TWO_SYMMETRIC = replace(
+    TWO_SYMMETRIC, name="two symmetric products of pairs", dtypes=((SINGLE,),), refused=(),
+    inputs=TWO_SYMMETRIC.inputs | {"A": "mn pair", "E": "mr pair"}, tiles={SINGLE: symmetric_product.TILES_HALF},
+)  # fmt: skip
 PAIRED_SYMMETRIC = replace(
     SYMMETRIC, name="symmetric product of a pair", inputs={"A": "mn pair"}, dtypes=((SINGLE,),),
     variants=OWN_ADDENDS[:3], tiles={SINGLE: symmetric_product.TILES_HALF}, refused=(),
+)  # fmt: skip
+
+
+TURN = KernelCase(
+    "turn", lambda **i: [*turn.turned(**i)], lambda i, minus=-1.0: [i["T"].mT @ i["S"] @ i["T"], i["T"].mT @ i["Q"]],
+    {"T": "rr", "S": "rr", "Q": "rr"}, lambda s: [(2 * s.r + 2, 2), (s.r + 1, 1)],
+    dtypes=((SINGLE,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (DOUBLE, HALF, SINGLE)),
+    tiles={SINGLE: turn.TILES, DOUBLE: turn.TILES_FP64}, tile_of=lambda t: Sizes(2, 1, 1, t.m + 3),
+    refused=(({"T": torch.ones(3, 0, 0)}, r"T has shape \(3, 0, 0\); must be \(B, r, r\) with r >= 1"),),
 )  # fmt: skip
 
 
@@ -603,7 +627,7 @@ ADMIT = KernelCase(
 SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL, SHIFTED,
     EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
-    PAIRED_POLYNOMIAL, PAIRED_STACK,
+    PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*SUM_CASES, ADMIT)

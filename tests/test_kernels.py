@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair
 from tests.inputs import same_bits
@@ -21,10 +21,13 @@ from tests.kernel_cases import (
     PROJECT,
     REFUSED,
     RENAMED_ARGUMENTS,
+    SHIFTED,
     SINGLE,
     SMALL,
     SUM_CASES,
     SYMMETRIC,
+    TURN,
+    TWO_SYMMETRIC,
     Sizes,
     arithmetic,
     assert_close,
@@ -124,6 +127,7 @@ CHOICES = [
     (momentum, (OPERANDS, EITHER)),
     (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), EITHER, EITHER)),
     (product, (BATCHES, SIDES, SIDES, OPERANDS, EITHER)),
+    (turn, ((1, 32, 33, 128), OPERANDS)),
     (symmetric_product, (BATCHES, SIDES, OPERANDS, EITHER, EITHER, EITHER)),
 ]
 
@@ -184,7 +188,7 @@ def same(x, y):
 def far_ones():
     """Every tensor and every dimension, at the next tile where there is a step from one to it."""
     for case in SUM_CASES:
-        if case.tiles and case.name != "shifted polynomial":  # which is the polynomial's kernel
+        if case.tiles and case not in (SHIFTED, TWO_SYMMETRIC, TURN):  # another's kernel, or contiguous tensors
             for name, sides in case.given().items():
                 if isinstance(sides, str) and "pair" not in sides:
                     dims = range(1 + len(sides.strip(".+?")))

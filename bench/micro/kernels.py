@@ -30,7 +30,7 @@ from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots
-from prokl.kernels import admit, momentum, norms, product, project, split, symmetric_product, weigh
+from prokl.kernels import admit, momentum, norms, product, project, split, symmetric_product, turn, weigh
 from prokl.pair import Operand, parts
 
 BOTH = (FP32, BF16)
@@ -57,6 +57,12 @@ def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields:
     bind = call(name_of, *"AB"[: len(specs)])
     own = {"module": module, "balanced": " pair" in operands} | fields
     return Case(name, tensors(*specs, *more, **scales), bind, **own)
+
+
+def symmetric_L_case(name: str, of: str = "", **fields: Any) -> Case:
+    """Return the EMA of L from G_perp and from the whitened gradient on the subspace; ``of`` is the factors' dtype."""
+    inputs = tensors(f"A mn{of}", f"E mr{of}", "C mm~", "alpha .+", gamma=0.05, beta=0.95)
+    return Case(name, inputs, call("symmetric_products", "A", "E"), module=symmetric_product, **fields)
 
 
 def deep(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
@@ -192,7 +198,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product of pairs", "mm pair, mr pair", operand="pair", **LIBRARY),
     product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
-    product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", **LIBRARY),
+    symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),
     product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
     Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=symmetric_product, **PAIRED),
     Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
@@ -239,10 +245,11 @@ KERNELS: tuple[Case, ...] = (
     product_case("product B^T", "mr, rrT"),
     product_case("product V", "nmT, mr", ("C nr",), timed=(FP32,)),
     product_case("product U^T U", "rnT, nr", timed=(FP32,)),
-    product_case("symmetric L of the subspace", "mr", ("C mm~",), timed=(FP32,)),
-    product_case("symmetric L", "mn", ("C mm~", "alpha ."), dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
+    symmetric_L_case("symmetric L", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     Case("symmetric S and K", tensors("A rmT", "C rr~", alpha=0.05, beta=0.95, ahead=0.95), call("extrapolated", "A"),
          dtypes=(FP32, FP64), timed=(FP32,), module=symmetric_product),
+    Case("turn S and Q_S", tensors("T rr", "S rr~", "Q_S rr"), call("turned", "T", "S", "Q_S"), dtypes=(FP32, FP64),
+         timed=(FP32,), module=turn),
     # Products of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
     product_case("product V F", "nr, rr", ("alpha .",), timed=(FP32,)),
     product_case("symmetric W", "rnT", timed=(FP32,)),
@@ -273,7 +280,7 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X active", "stochastic", after=True, dtypes=(replace(BF16, polar=torch.float32),)),
     product_case("product by Q_R of pairs", "mn, nn pair"),
     product_case("product by Q_R^T of pairs", "mn, nnT pair"),
-    product_case("symmetric L of KL-Shampoo of pairs", "mn pair", ("C mm~",)),
+    product_case("symmetric L of KL-Shampoo of pairs", "mn pair", ("C mm~",), **LIBRARY),
     product_case("symmetric R of pairs", "nmT pair", ("C nn~",)),
     product_case("symmetric R", "nmT", ("C nn~",)),
 )  # fmt: skip

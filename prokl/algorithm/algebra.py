@@ -121,6 +121,12 @@ class Algebra:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
         return self.symmetric_polynomial(A, A, C=C, alpha=alpha, beta=beta)
 
+    def symmetric_products(
+        self, A: Factor, E: Factor, /, *, C: Tensor, alpha: Tensor, gamma: float, beta: float
+    ) -> Tensor:
+        """Return alpha A A^T + gamma E E^T + beta C: (B,m,k), (B,m,l), symmetric (B,m,m); alpha (B,), gamma above 0."""
+        return self.symmetric_product(A, C=self.symmetric_product(E, C=C, beta=beta, alpha=gamma), alpha=alpha)
+
     def symmetric_polynomial(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
@@ -148,6 +154,10 @@ class Algebra:
         """Return D as :meth:`symmetric_product` does, and D + ahead (D - C)."""
         D = self.symmetric_product(A, C=C, alpha=alpha, beta=beta)
         return D, torch.lerp(C, D, 1 + ahead)
+
+    def turned(self, T: Tensor, S: Tensor, Q_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T^T S T and T^T Q_S (B,r,r)."""
+        return self.product(T.mT, self.product(S, T)), self.product(T.mT, Q_S)
 
     # Newton-Schulz.
 
@@ -193,19 +203,20 @@ class Algebra:
         """
         return evidence.admit(A, G_tilde, e_res, state, h, n)
 
-    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
+    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Factor, Tensor, Factor]:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
 
         Returns:
             G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; G^par Q_S diag(a_S), half of what whitens it;
-            A diag(c_S); Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
+            A diag(c_S) as products take it; Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
         """
         (g, a, b), c, c_L = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None]
         of_G = per_matrix(a + b * g if c is None else (a + b * g) * c)
         G_par = torch.add(of.G * of_G, of.M, alpha=b * h.momentum)
         G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
         Z = of.G * c_L
-        return self.operand(G_par), G_par_white, of.A * admitted.c_S[:, None, :], Z, self.operand(Z * c_L)
+        A_white = self.operand(of.A * admitted.c_S[:, None, :])
+        return self.operand(G_par), G_par_white, A_white, Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None

@@ -69,15 +69,14 @@ def step(
 
     with second:
         # (3) The EMAs of L and S by c G, each whitened by the other's new eigenvalues; K = S_+ + beta2 (S_+ - S).
-        L = ops.symmetric_product(A_white, C=state["L_Q"], beta=h.beta2, alpha=one_minus_beta2 / n)
-        L = ops.symmetric_product(G_perp, C=L, alpha=admitted.weight_L)
+        weights = {"alpha": admitted.weight_L, "gamma": one_minus_beta2 / n, "beta": h.beta2}
+        L = ops.symmetric_products(G_perp, A_white, C=state["L_Q"], **weights)
         S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=one_minus_beta2 / m, ahead=h.beta2)
 
         # (4) U_+ = qr(V), V = beta2 U S + (1 - beta2)/m G^T L^-1 G U with the new S and a_L, that is
         # U K + (1 - beta2)/m G_perp^T Y, K = U^T V. S and Q_S turn along.
         U_new = ops.track(G_perp, Y, K, U, one_minus_beta2 / m)
-        T = ops.product(U.mT, U_new)
-        S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
+        S, Q_S = ops.turned(ops.product(U.mT, U_new), S, Q_S)
 
     new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S} | admitted.changed
     new |= {} if clipped is None else {"clipped": clipped}

@@ -24,6 +24,7 @@ from prokl.backends.device import SecondStream
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
+from prokl.kernels import turn
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
 from prokl.kernels.momentum import momentum as launch_momentum
@@ -38,6 +39,7 @@ from prokl.kernels.symmetric_product import (
     shifted_polynomial,
     symmetric_polynomial,
     symmetric_product,
+    symmetric_products,
 )
 from prokl.kernels.usable import usable
 from prokl.kernels.weigh import weigh
@@ -56,6 +58,7 @@ class TritonAlgebra(Algebra):
     """True if large float32 factors are pairs."""
     # The launchers are the operations: they take a tile and a precision besides.
     symmetric_product = staticmethod(symmetric_product)
+    symmetric_products = staticmethod(symmetric_products)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     shifted_polynomial = staticmethod(shifted_polynomial)
     extrapolated = staticmethod(extrapolated)
@@ -77,6 +80,10 @@ class TritonAlgebra(Algebra):
             return torch.bmm(left, right)  # of Newton-Schulz; faster by a sixth, with an addend slower (H200)
         return product(left, right, C=C, alpha=alpha, beta=beta)
 
+    def turned(self, T: Tensor, S: Tensor, Q_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T^T S T and T^T Q_S, in one launch unless the rank is large."""
+        return turn.turned(T, S, Q_S) if T.shape[-1] <= turn.MOST else super().turned(T, S, Q_S)
+
     def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
         """Return scale^2 X X^T."""
         return symmetric_product(X) if scale is None else gram(X, scale)
@@ -92,7 +99,7 @@ class TritonAlgebra(Algebra):
         """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
         return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
 
-    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
+    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Factor, Tensor, Factor]:
         """Return G^par, G^par Q_S diag(a_S), A diag(c_S), Z and Y in one launch, factors split as they are stored."""
         (g, a, b), rows, columns, used = h.gradient_weights, admitted.c_L, admitted.c_S, admitted.used.S
         weights = a + b * g, b * h.momentum
