@@ -33,7 +33,7 @@ from prokl.kernels.operands import (
     stored,
 )
 from prokl.kernels.split import empty_pair
-from prokl.pair import Operand
+from prokl.pair import Operand, Pair
 
 
 @triton.jit
@@ -347,6 +347,13 @@ def product(
     """
     D, _ = _launch(A, B, C, alpha, beta, tile, _stored_dtype(A, B, out_dtype))
     assert isinstance(D, Tensor)
+    return D
+
+
+def split_product(A: Operand, B: Operand, *, tile: Tile | None = None) -> Pair:
+    """Compute A B, as :func:`product` does, as a pair."""
+    D, _ = _launch(A, B, None, 1.0, 1.0, tile, None)
+    assert isinstance(D, Pair)
     return D
 
 

@@ -266,6 +266,10 @@ PAIRED_PRODUCT = replace(
     variants=(ADDENDS[1], {"B": "nr"}, {"A": "mn"}, ADDENDS[2]), tiles={SINGLE: product.TILES_HALF},
     refused=(({"B": torch.ones(3, 9, 4)}, r"B has dtype torch.float32; must be one of .*bfloat16"),),
 )  # fmt: skip
+SPLIT_PRODUCT = replace(
+    PAIRED_PRODUCT, name="product as a pair", run=lambda **i: [product.split_product(**i)],
+    variants=({}, {"B": "nr"}, {"A": "mn"}), refused=(),
+)  # fmt: skip
 RESIDUAL = KernelCase(
     "product with energies", _product_with_energies, _with_energies, {"A": "mn", "B": "nr", "C": "mr", "alpha": -1.7},
     # A square doubles an error; at most r + 20 sums of them.
@@ -625,8 +629,8 @@ ADMIT = KernelCase(
 )  # fmt: skip
 
 SUM_CASES = (
-    PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL, SHIFTED,
-    EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
+    PRODUCT, PAIRED_PRODUCT, SPLIT_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL,
+    SHIFTED, EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
     PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""

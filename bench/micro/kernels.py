@@ -196,6 +196,8 @@ KERNELS: tuple[Case, ...] = (
     _momentum(pair=True, scaled=False),
     _momentum("smok-hop", pair=True, operand="pair"),
     product_case("product of pairs", "mm pair, mr pair", operand="pair", **LIBRARY),
+    Case("product as a pair", tensors("A mmT pair", "B mm pair"), call("product_as_factor", "A", "B"), module=product,
+         **PAIRED),
     product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
     symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),

@@ -115,6 +115,10 @@ class Algebra:
         D = left @ right
         return D if alpha == 1 else D.mul_(alpha)
 
+    def product_as_factor(self, left: Factor, right: Factor) -> Factor:
+        """Return left right as products take it."""
+        return self.operand(self.product(left, right))
+
     def symmetric_product(
         self, A: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
@@ -329,8 +333,8 @@ class Algebra:
         if self.host_readable:
             Q, R = qr.signed_qr(L)
             return self.operand(Q), self.operand(R)
-        Q = self.operand(qr.cholesky_semidefinite(L, self.product))
-        return Q, self.operand(self.product(Q.mT, L))
+        Q, L = self.operands(qr.cholesky_semidefinite(L, self.product), L)
+        return Q, self.product_as_factor(Q.mT, L)
 
     def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r)."""

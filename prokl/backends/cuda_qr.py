@@ -12,12 +12,10 @@ Dimension key: B matrices, m short side, n rows (long side), k columns, k <= n, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,38 +35,6 @@ LONG = 1024
 """Rows of a Gram matrix's product; of more rows it is a sum, so that few matrices are many programs."""
 LIMIT = 65535
 """Matrices of a batch at most: the blocks of a launch in its third direction."""
-
-
-class Products(Protocol):
-    """The products that a QR takes of :class:`prokl.algorithm.algebra.Algebra`."""
-
-    @property
-    def operand(self) -> Callable[[Tensor], Factor]:
-        """Return what makes a large factor one of products."""
-        ...
-
-    @property
-    def product(self) -> Callable[..., Tensor]:
-        """Return what computes alpha left right + beta C."""
-        ...
-
-    @property
-    def symmetric_product(self) -> Callable[..., Tensor]:
-        """Return what computes A A^T."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """Triton's products."""
-
-    product: Callable[..., Tensor]
-    symmetric_product: Callable[..., Tensor]
-
-    @staticmethod
-    def operand(t: Tensor) -> Factor:
-        """Return a factor as it is."""
-        return t
 
 
 class QRStatus(IntFlag):
@@ -115,7 +81,7 @@ def qr(A: Tensor) -> Factorisation:
     return Factorisation(*torch.ops.prokl.qr(A))
 
 
-def track(ops: Products, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
+def track(ops: Algebra, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
     """Return Q of the QR of V = alpha G_perp^T Y + U K = Phi U, Phi positive semi-definite (Algorithm 2 (4)).
 
     V chol(K)^-T has nearly orthogonal columns, as K = U^T V. Where K is singular to working precision Phi + delta I
@@ -132,7 +98,7 @@ def track(ops: Products, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha:
     return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, status, 2)
 
 
-def semidefinite_qr(ops: Products, L: Tensor) -> Factorisation:
+def semidefinite_qr(ops: Algebra, L: Tensor) -> Factorisation:
     """Return Q of the QR of a positive semi-definite L (B,m,m), that of C, C C^T = L (Algebra.refreshed).
 
     Where L is singular to working precision L + delta I takes its place; where it is indefinite beyond that,
@@ -143,12 +109,12 @@ def semidefinite_qr(ops: Products, L: Tensor) -> Factorisation:
     return _orthonormalised(ops, C, L, eye, status, 2, of_root=True)
 
 
-def coordinates_qr(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
+def coordinates_qr(ops: Algebra, S: Tensor, Q: Tensor) -> Factorisation:
     """Return Q of qr(S Q) for symmetric S and any Q (B,r,r), no basis between refreshes; Q where S is not finite."""
     return _factorised(ops, ops.product(S, Q), Q)
 
 
-def _factorised(ops: Products, A: Tensor, kept: Tensor | None) -> Factorisation:
+def _factorised(ops: Algebra, A: Tensor, kept: Tensor | None) -> Factorisation:
     """Return Q of the QR of any A; of one that is not finite ``kept``, or NaN."""
     if A.shape[1] * A.shape[2] <= SMALL:
         Q = torch.empty_like(A, memory_format=torch.contiguous_format)
@@ -160,7 +126,7 @@ def _factorised(ops: Products, A: Tensor, kept: Tensor | None) -> Factorisation:
 
 
 def _orthonormalised(
-    ops: Products,
+    ops: Algebra,
     W: Tensor,
     A: Tensor,
     kept: Tensor | None,
@@ -174,12 +140,13 @@ def _orthonormalised(
     products are those of large factors: what these round lies far below what the last look lets pass, and the
     basis that Q turns is made orthonormal after it (Algebra.refreshed), as no other one is.
     """
-    operand = ops.operand if of_root and W.shape[-1] > BLOCK[W.dtype] else lambda t: t
+    large = of_root and W.shape[-1] > BLOCK[W.dtype]
+    factor: Factor = ops.operand(W) if large else W
     for i in range(passes):
-        W_ = operand(W)
-        F, status = torch.ops.prokl.factor(_gram(ops, W_), Kind.PASS if i == 0 else Kind.SETTLE, status)
-        W = ops.product(W_, F)
-    return Factorisation(W, _finished(A, W, _gram(ops, operand(W)), kept, status, of_root))
+        F, status = torch.ops.prokl.factor(_gram(ops, factor), Kind.PASS if i == 0 else Kind.SETTLE, status)
+        factor = (ops.product_as_factor if large and i + 1 < passes else ops.product)(factor, F)
+    N = _gram(ops, ops.operand(factor) if large else factor)
+    return Factorisation(factor, _finished(A, factor, N, kept, status, of_root))
 
 
 def _finished(
@@ -190,7 +157,7 @@ def _finished(
     return done
 
 
-def _gram(ops: Products, W: Factor) -> Tensor:
+def _gram(ops: Algebra, W: Factor) -> Tensor:
     """Return W^T W (B,k,k) of contiguous W (B,n,k), or parts (B,p,k,k) that add up to it."""
     B, n, k = W.shape
     least = -(-n // LONG)
@@ -201,14 +168,15 @@ def _gram(ops: Products, W: Factor) -> Tensor:
     return ops.symmetric_product(W.reshape(B * parts, n // parts, k).mT).view(B, parts, k, k)
 
 
-def _products(device: torch.device) -> Products:
+def _products(device: torch.device) -> Algebra:
     """Return products that are exact to float32, whatever torch's TF32 switches say."""
-    if device.type != "cuda":
-        return Algebra(host_readable=False)
-    from prokl.kernels.product import product  # which need Triton
-    from prokl.kernels.symmetric_product import symmetric_product
+    ops = Algebra(host_readable=False)
+    if device.type == "cuda":
+        from prokl.kernels.product import product  # which need Triton
+        from prokl.kernels.symmetric_product import symmetric_product
 
-    return _Kernels(product, symmetric_product)
+        vars(ops).update(product=product, symmetric_product=symmetric_product)
+    return ops
 
 
 def _checked(A: Tensor) -> tuple[int, int, int]:

@@ -193,8 +193,8 @@ class TritonAlgebra(Algebra):
         """Return Q and R of qr(L), as products take them."""
         if not self.use_cuda_qr:
             return super().semidefinite_qr(L)
-        Q = self.operand(cuda_qr.semidefinite_qr(self, L).Q)
-        return Q, self.operand(self.product(Q.mT, L))
+        Q, L = self.operands(cuda_qr.semidefinite_qr(self, L).Q, L)
+        return Q, self.product_as_factor(Q.mT, L)
 
     def orthonormal(self, Q: Tensor) -> Tensor:
         """Return Q (3 I - Q^T Q) / 2, as Q - Q E / 2: E = Q^T Q - I is so small that bfloat16 does for the product."""

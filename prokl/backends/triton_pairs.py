@@ -10,8 +10,14 @@ from torch import Tensor
 
 from prokl.algorithm.types import Scale
 from prokl.backends.triton_ops import TritonAlgebra
+from prokl.kernels.product import split_product
 from prokl.kernels.split import split, split_two
 from prokl.pair import RESIDUAL, Operand, Pair
+
+
+def _paired(t: Operand) -> Operand:
+    """Return what is beside a pair, or both factors."""
+    return t if isinstance(t, Pair) or t.dtype == torch.bfloat16 else split(t.float())
 
 
 class PairedAlgebra(TritonAlgebra):
@@ -33,10 +39,12 @@ class PairedAlgebra(TritonAlgebra):
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(left, Pair) or isinstance(right, Pair):
-            left, right = (
-                t if isinstance(t, Pair) or t.dtype == torch.bfloat16 else split(t.float()) for t in (left, right)
-            )
+            left, right = map(_paired, (left, right))
         return super().product(left, right, C=C, alpha=alpha, beta=beta)
+
+    def product_as_factor(self, left: Operand, right: Operand) -> Pair:
+        """Return left right, split as it is stored."""
+        return split_product(_paired(left), _paired(right))
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Return what the roundings of pairs may leave of a gradient beside the subspace."""
