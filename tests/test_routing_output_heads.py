@@ -298,6 +298,12 @@ def test_a_normed_layer_is_a_head_where_its_layer_would_be(normed):
         assert [r.shape for r in param_groups(model, **RATES).routes if r.algorithm == "matrix"] == [(9, 8)]
 
 
+def test_a_layer_with_its_adapter_alone_is_a_model():
+    """The path of base_layer has no components, as it is a wrapper's name."""
+    found = param_groups(holding(base_layer=linear(8, 9), lora_A=linear(8, 2)), **RATES).routes
+    assert [route.algorithm for route in found] == ["matrix", "matrix"]
+
+
 ANSWERS = {  # of get_classifier(), with what in it is hidden
     "nested in another": (lambda: holding(norm=nn.LayerNorm(8), inner=Cosine(8, 10)), ()),
     "after a hidden layer": (lambda: nn.Sequential(linear(8, 8), nn.GELU(), Cosine(8, 10)), ("0.weight",)),

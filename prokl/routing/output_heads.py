@@ -201,7 +201,7 @@ def _named_and_hidden(held: Sequence[tuple[Tensor, Owner]]) -> set[Path]:
     return {
         o.path
         for (p, o), (q, after) in pairwise(matrices)
-        if o.linear and after.linear and LAYER.fullmatch(o.path[-1])
+        if o.linear and after.linear and o.path and LAYER.fullmatch(o.path[-1])
         if after.path[: len(o.path) - 1] == o.path[:-1] and _outputs(p, o) in _inputs(q, after)
     }
 
