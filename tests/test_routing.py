@@ -225,6 +225,12 @@ DECAYED = {  # a model, options, what AdamW decays, and what it does not
         [],
         ["layers.0.A_log", "layers.0.D", "layers.0.filter"],
     ),
+    "a pattern leaves marks, names and gains without decay": (
+        holding(up=linear(8, 8), layers=nn.ModuleList([MIXER]), gain=torch.zeros(1, 8), b=torch.zeros(4, 8)),
+        {"adamw": ["layers.*", "gain", "b"]},
+        ["b", "layers.0.up.weight"],
+        ["gain", "layers.0.A_log", "layers.0.D", "layers.0.filter"],
+    ),
     "layers of one row or column": (
         holding(a=linear(1, 8), b=nn.Conv2d(8, 1, 3, bias=False), h=blocks(), r1=linear(8, 1), end=linear(8, 8)),
         {"matrix": ["r1.*"]},
@@ -466,6 +472,14 @@ def test_no_weight_decay_of_a_model_is_asked_as_timm_does(wrapped):
     reasons = {n.removeprefix("module."): r.reason for n, r in told(groups).items()}
     assert reasons["first.weight"] == "linear layer; no weight decay, by no_weight_decay()"
     assert reasons["relative"].endswith("; no weight decay, by no_weight_decay_keywords()")
+
+
+def test_a_pattern_leaves_a_marked_matrix_without_decay():
+    model = holding(filter=torch.zeros(8, 4), up=linear(8, 8))
+    model.filter._no_weight_decay = True
+    groups = param_groups(model, **RATES, weight_decay=0.1, matrix=["filter"])
+    assert {name: g["weight_decay"] for g in groups for name, _ in g["params"]} == {"filter": 0.0, "up.weight": 0.1}
+    assert told(groups)["filter"].reason == "matrix='filter'; no weight decay, by _no_weight_decay"
 
 
 def test_no_weight_decay_of_a_part_holds_inside_it():

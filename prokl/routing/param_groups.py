@@ -191,7 +191,8 @@ def param_groups(
         notes, own = [], own_settings(p, route.names[0]) if route.algorithm == "adamw" else ()
         if own:
             notes.append("_optim has " + ", ".join(f"{key}={value!r}" for key, value in own))
-        asked = next((undecayed[name] for name in route.names if name in undecayed), None)
+        marked = "_no_weight_decay" if getattr(p, "_no_weight_decay", False) else None
+        asked = marked or next((undecayed[name] for name in route.names if name in undecayed), None)
         if route.decays and asked:
             notes.append(f"no weight decay, by {asked}")
         if route.frozen and route.algorithm != "frozen":
@@ -274,11 +275,11 @@ def _route(
     to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
     if to_matrix is not None and to_adamw is not None:
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
-    if to_adamw is not None:
-        decays = p.ndim >= 2 and not any(o.norm for o in owners)
-        return route_to("adamw", to_adamw, p, owners, decays, head=outputs.reason(p, owners) is not None)
+    ruled = choose(p, owners, outputs.reason(p, owners))
+    if to_adamw is not None:  # norms, gains and what is marked have no weight decay, whoever sends them there
+        return replace(ruled, algorithm="adamw", reason=to_adamw)
     if to_matrix is None:
-        return choose(p, owners, outputs.reason(p, owners))
+        return ruled
     if why := unfit(p):
         raise ValueError(
             f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
