@@ -216,21 +216,21 @@ BAD = {
     "that does not divide": (
         {"*.a.weight": 5},
         r"heads='\*\.a\.weight': 5 heads do not fit 'it\.a\.weight' of shape \(12, 8\): 5 heads do not divide the 12 "
-        "rows; give a number that divides them, or 1 ",
+        "rows. Give a number that divides them, or 1 ",
     ),
     "of one row each": ({"*.a.weight": 12}, r"12 heads do not fit 'it\.a\.weight' .*each of 12 would be one row"),
     "of a fused weight": ({"*.in_proj_weight": 3}, "'it.attn.in_proj_weight' .*3 heads do not divide the 16 rows of q"),
     "of fewer keys": (
         {"*.qkv.weight": 2},
-        r"2 heads do not fit 'it\.qkv\.weight' .*heads of 8 rows do not divide the 4 rows of k",
+        r"2 heads do not fit 'it\.qkv\.weight' .*heads of 8 rows are not the 4 rows of k",
     ),
     "of pieces without names": (
         {"*.own.weight": 2},
-        "2 heads .*which of its pieces .* give all sizes in split=",
+        "2 heads .*which of its rows are queries and keys is not known, so give split=: 3 .* or all sizes",
     ),
     "of what is named as fused": (
         {"*.kv.weight": 2},
-        r"'it\.kv\.weight' .*one matrix, .*holds k and v one after another, add split=\{'\*\.kv\.weight': 2\}",
+        r"2 heads do not fit 'it\.kv\.weight' .*is not known, so give split=: 3 .*, 2 for k and v, or all sizes",
     ),
     "of a convolution": ({"*.conv.weight": 2}, "2 heads .*it is a convolution"),
     "of an AdamW weight": ({"*.head.weight": 2}, "heads=.* matches no weight that goes to the matrix method"),

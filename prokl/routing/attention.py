@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prokl.algorithm.settings import plain
-from prokl.routing.rules import Owner
+from prokl.routing.owners import Owner
 
 PROJECTION = re.compile(
     r"(?:(?:to|add|linear|c)_|w_?)?(q|k|query|key|queries|keys)s?(?:_b)?(?:_(?:proj|projection|lin|linear|attn|layer|global))?(?:_weight)?"
@@ -34,7 +34,7 @@ class NotByHeads(Exception):
     """Says why a weight is not divided by heads."""
 
 
-def roles(p: Tensor, o: Owner, count: int) -> str:
+def roles(o: Owner, count: int) -> str:
     """Return a letter for each of ``count`` pieces of a weight, as "qkv"; "" where none makes queries or keys.
 
     "*" is one that makes all three, head by head.
@@ -45,7 +45,7 @@ def roles(p: Tensor, o: Owner, count: int) -> str:
         return "*"
     if count == 1:
         named = PROJECTION.fullmatch(name)
-        if named is None or p.ndim > 3 or (not layer and name == named[1]):  # a parameter q may be a table of queries
+        if named is None or o.p.ndim > 3 or (not layer and name == named[1]):  # a parameter q may be a table of queries
             return ""
         role = named[1][0]
         return role if role == "q" or _rows_beside(o, "q", False) else ""  # RWKV's key is no attention's
@@ -53,14 +53,11 @@ def roles(p: Tensor, o: Owner, count: int) -> str:
     return fused[1] if fused and (o.in_proj or fused[0].fullmatch(name)) else ""
 
 
-def divided(
-    p: Tensor, o: Owner, transposed: bool, letters: str, sizes: Sequence[int], told: int | None
-) -> tuple[list[int], str]:
+def divided(o: Owner, transposed: bool, letters: str, sizes: Sequence[int], told: int | None) -> tuple[list[int], str]:
     """Divide the queries and keys of a weight by heads.
 
     Args:
-        p: the weight.
-        o: its name and module.
+        o: one of its names.
         transposed: whether it is stored (in, out).
         letters: its pieces' :func:`roles`.
         sizes: its pieces' rows.
@@ -76,12 +73,20 @@ def divided(
     rows = {role: size for role, size in zip(letters, sizes, strict=True) if role != "v"}
     if letters == "*":
         rows = {role: sizes[0] // 3 + sizes[0] % 3 * (role == "v") for role in "qkv"}
-    counts, width = _told(told, rows) if told else _stated(p, o, transposed, rows)
+    first = next(iter(rows))
+    if told:
+        width, rest = divmod(rows[first], told)
+        if rest:
+            raise NotByHeads(f"{told} heads do not divide the {rows[first]} rows{f' of {first}' * (len(rows) > 1)}")
+        counts = {role: size // width for role, size in rows.items()}
+    else:
+        counts, width = _stated(o, transposed, rows)
     for role, size in rows.items():
         if counts[role] * width != size:
-            raise NotByHeads(f"{counts[role]} × {width} are not the {size} rows{_whose(role, rows)}")
+            heads = f"{counts[role]} × {width}" if counts[role] else f"heads of {width} rows"
+            raise NotByHeads(f"{heads} are not the {size} rows{f' of {role}' * (len(rows) > 1)}")
     if width < 2:
-        raise NotByHeads(f"each of {counts[next(iter(rows))]} would be one row")
+        raise NotByHeads(f"each of {counts[first]} would be one row")
     if letters == "*":
         return [width] * (3 * counts["q"]), f"{counts['q']} × {width}"
     found: list[int] = []
@@ -91,23 +96,7 @@ def divided(
     return found, f"{' and '.join(numbers)} × {width}"
 
 
-def _whose(role: str, rows: Mapping[str, int]) -> str:
-    return f" of {role}" if len(rows) > 1 else ""
-
-
-def _told(told: int, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the numbers of heads and a head's rows by what was told of the first."""
-    (role, size), *_ = rows.items()
-    if size % told:
-        raise NotByHeads(f"{told} heads do not divide the {size} rows{_whose(role, rows)}")
-    width = size // told
-    for role, size in rows.items():
-        if size % width:
-            raise NotByHeads(f"heads of {width} rows do not divide the {size} rows of {role}")
-    return {role: size // width for role, size in rows.items()}, width
-
-
-def _stated(p: Tensor, o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
+def _stated(o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Return the numbers of heads and a head's rows as modules state them."""
     queries, keys, width = (_first(_holders(o), names) for names in (HEADS, KEY_HEADS, WIDTHS))
     if queries is None:
@@ -115,7 +104,7 @@ def _stated(p: Tensor, o: Owner, transposed: bool, rows: Mapping[str, int]) -> t
     counts = {"q": queries, "k": keys or queries, "v": queries}
     if width is None:
         known = {role: rows.get(role) or _rows_beside(o, role, transposed) for role in "qk"}
-        if known["q"] is None or not (o.in_proj or o.linear or transposed) or p.ndim != 2:
+        if known["q"] is None or not (o.in_proj or o.linear or transposed) or o.p.ndim != 2:
             raise NotByHeads("a head's rows are not known (heads= tells the number of heads)")
         if known["q"] % queries or (known["k"] is not None and known["k"] * queries != known["q"] * counts["k"]):
             of_keys = "" if known["k"] is None else f", and {counts['k']} of {known['k']} rows of k, of one size"
@@ -131,12 +120,11 @@ def _holders(o: Owner) -> Sequence[nn.Module]:
 
 def _first(modules: Sequence[nn.Module], names: Sequence[str]) -> int | None:
     """Return the first positive integer that a module, or its ``config``, has under one of these names."""
-    for module in modules:
-        for source in (module, _read(module, "config")):
-            for name in names:
-                value = plain(_read(source, name))
-                if type(value) is int and value > 0:
-                    return value
+    for source in (source for module in modules for source in (module, _read(module, "config"))):
+        for name in names:
+            value = plain(_read(source, name))
+            if type(value) is int and value > 0:
+                return value
     return None
 
 

@@ -26,13 +26,12 @@ from prokl.algorithm.settings import (
 )
 from prokl.algorithm.shapes import Rank
 from prokl.algorithm.signatures import with_own_errors
-from prokl.routing.classes import stand_ins_of
-from prokl.routing.layout import BY_HEADS, Readings
-from prokl.routing.marks import Own, own_settings, without_decay
+from prokl.routing.layout import BY_HEADS, Layouts
 from prokl.routing.output_heads import OutputHeads
+from prokl.routing.owners import Owner, owners_of
 from prokl.routing.patterns import first_match, quoted
-from prokl.routing.routes import Algorithm, ParamGroups, Route, table
-from prokl.routing.rules import Owner, check_trainable, choose, owners_of, route_to, stays_frozen, unfit
+from prokl.routing.routes import ParamGroups, Route, table
+from prokl.routing.rules import choose, own_settings, undecayed, unfit, untrainable
 
 
 @with_own_errors
@@ -56,61 +55,48 @@ def param_groups(
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
 
-    Print the result to see what went where and why, alike weights of repeated blocks in one line, and which output
-    heads were found. A parameter that has several names (a tied or shared one) is routed once, by the first of these
-    rules that holds for it under any of its names:
+    Print the result to see what went where and why, and which output heads were found. A parameter that has several
+    names (a tied or shared one) is routed once, by the first of these rules that holds for it under any of its names:
 
     1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
-       device): in no group. With ``names=False`` all that is frozen.
+       device): in no group. With ``names=False`` all that is frozen. Other frozen parameters have no state, and train
+       from the first gradient on that they have once they are unfrozen.
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
-    4. It is marked ``_no_weight_decay``, or acts element by element by its name (``A_log``, ``log_A_real``,
-       ``time_decay``, ``scale``): AdamW without weight decay. It has ``_optim``, settings of its own, as S4's layers
-       do: AdamW with these.
-    5. It belongs to an embedding (``nn.Embedding``, ``nn.EmbeddingBag``, or a class named so): AdamW, as is
-       the head that is tied to it.
+    4. It is marked ``_no_weight_decay``, or acts element by element by its name (``A_log``, ``time_decay``,
+       ``scale``): AdamW without weight decay. It has ``_optim``, settings of its own, as S4's layers do: AdamW with
+       these.
+    5. It belongs to an embedding, torch's or a class named so, as does the head that is tied to it: AdamW.
     6. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
     7. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token
        (``pos_emb``, ``wpe``, ``cls_token``) or bias (``experts.down_bias``): AdamW.
     8. It is an output head: AdamW. Structure comes first: what ``get_output_embeddings()`` or ``get_classifier()``
-       of a model return (of a list every member), what gives the scores in an ``nn.AdaptiveLogSoftmaxWithLoss``, and
-       a layer outside repeated blocks with ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes``
-       outputs, or as many as the largest embedding has rows, if nothing in the model takes that many inputs; the last
-       linear layer where the model is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken:
-       ``lm_head``, ``output_head``, ``unembed``, ``embed_out`` and the like anywhere; ``head``, ``output``,
-       ``classifier``, ``score``, ``decoder``, ``conv_out`` and the like only outside repeated blocks, so
-       ``layers.3.attention.output`` is none, or for a whole net in an ``nn.ModuleList`` (``nets.0.head``). Of
-       several layers in a head, the last: ``classifier.out_proj``, ``classifier.6``. A linear layer called ``fc``,
-       ``output`` or ``decoder`` is hidden where the next layer, a linear one, takes its outputs. Routers of mixtures
-       of experts are no heads. Last, where none of this finds any head: the linear layers that come after all other
-       weights, directly in the model, each taking what another gives and giving what none takes (``fc2``, ``policy``
-       and ``value``).
+       of a model return, the clusters of an ``nn.AdaptiveLogSoftmaxWithLoss``, a layer outside repeated blocks with
+       ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes`` outputs, or as many as the largest
+       embedding has rows, if nothing in the model takes that many inputs, and the last linear layer of a model that is
+       an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and the like
+       anywhere, ``head``, ``classifier``, ``output`` and the like outside repeated blocks, and of several layers in
+       such a module the last. A router is none, nor a layer whose outputs the next one takes. Last, where none of this
+       finds any head: the linear layers that come after all other weights, directly in the model, each taking what
+       another gives and giving what none takes (``fc2``, ``policy`` and ``value``).
     9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
        weight of a layer (a gain or a bias stored as a matrix).
-    10. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
+    10. Weights of linear layers, ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
     11. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight goes to
         AdamW, because it would be read as a stack of matrices.
-    12. ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
-    13. 3-D: matrix, as a stack of experts, each with a state of its own.
-    14. 2-D: matrix. That a module multiplies its own parameter as a matrix is a guess, which the table says.
-    15. Anything left has four dimensions or more and is no convolution: AdamW.
-
-    Other frozen parameters are in their groups: they have no state, and train from the first gradient on that they
-    have once they are unfrozen.
+    12. 3-D: matrix, as a stack of experts, each with a state of its own.
+    13. 2-D: matrix. That a module multiplies its own parameter as a matrix is a guess, which the table says.
+    14. Anything left has four dimensions or more and is no convolution: AdamW.
 
     What a model, or a module in it, names in ``no_weight_decay()`` and ``no_weight_decay_keywords()``, as timm's do,
-    has no weight decay in either method.
+    and what is marked ``_no_weight_decay`` has no weight decay in either method. What ``torch.compile``, DDP, FSDP,
+    activation checkpointing or peft put into a name does not count in any rule.
 
-    What ``torch.compile``, DDP, FSDP, activation checkpointing or peft put into a name does not count in any rule.
-
-    A weight of the matrix method whose module is known to store it (in, out) is read so: transformers' ``Conv1D``, its
-    experts that are stored so (GPT-OSS, Llama-4), transposed convolutions. One whose outputs are known to be several
-    maps of one input is read as several matrices: ``in_proj_weight`` of ``nn.MultiheadAttention``, the gates of
-    ``nn.LSTM`` and ``nn.GRU``, GPT-2's ``c_attn``, ``Wqkv`` of ModernBERT, MPT and DBRX, Phi-3's ``qkv_proj``, timm's
-    ``qkv``, ``gate_up_proj``. Queries and keys divide further, into attention's heads, where the module that holds
-    them, the one around it, or the ``config`` of one of these states how many there are (``num_heads``, ``n_head``,
-    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim`` and the like) and the rows are just so many heads. In
-    GPT-NeoX, BLOOM and Persimmon, where q, k and v of a head lie side by side, values divide with them. These are the
+    A weight that its module is known to store (in, out) is read so, and one whose outputs are several maps of one
+    input as several matrices: ``in_proj_weight``, the gates of ``nn.LSTM`` and ``nn.GRU``, fused q, k and v or gate
+    and up of models of transformers and timm. Queries and keys divide further, into attention's heads, where the module
+    that holds them, the one around it, or the ``config`` of one of these states how many there are (``num_heads``,
+    ``n_head``, ``num_key_value_heads``, ``head_dim`` and the like) and the rows are just so many heads. These are the
     keys ``transposed`` and ``split`` of the matrix group.
 
     Args:
@@ -139,9 +125,9 @@ def param_groups(
 
     Returns:
         The groups: matrix, AdamW with its weight decay, AdamW without, and one for every other ``_optim`` or decay that
-        weights ask for. Empty ones are left out. ``params`` are (name,
-        parameter) pairs, and where a weight needs ``transposed`` or ``split``, that key is a list with an entry per
-        weight. With ``names=False`` they are parameters, and there is a matrix group per value of these keys.
+        weights ask for. Empty ones are left out. ``params`` are (name, parameter) pairs, and where a weight needs
+        ``transposed`` or ``split``, that key is a list with an entry per weight. With ``names=False`` they are
+        parameters, and there is a matrix group per value of these keys.
 
     Raises:
         TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, a pattern is no string, or an argument
@@ -166,8 +152,7 @@ def param_groups(
     if rank is not None:
         check("rank", rank, RANK)
 
-    stand_ins, warning = stand_ins_of(model)
-    owners = owners_of(model, stand_ins)
+    owners, warning = owners_of(model)
     if warning:
         warnings.warn(warning, stacklevel=3)  # past the check of arguments
     if owners and not any(p.requires_grad for p in owners):
@@ -177,105 +162,76 @@ def param_groups(
         )
     if lazy := [of_p[0].name for p, of_p in owners.items() if is_lazy(p)]:
         raise ValueError(f"Parameter {lazy[0]!r} has no shape yet; run one forward pass through its lazy module.")
-    outputs = OutputHeads(model, owners)
+    heads_of_model = OutputHeads(model, owners)
     all_names = [o.name for of_p in owners.values() for o in of_p]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
-    readings = Readings(split_fused, transposed, split or {}, heads, all_names)
+    layouts = Layouts(split_fused, transposed, split or {}, heads, all_names)
+    by_mark = undecayed(model)
     routes: list[Route] = []
-    members: dict[tuple[Algorithm, bool, Own], list[tuple[Route, Tensor]]] = {}
-    undecayed = without_decay(model)
+    members: dict[tuple[Any, ...], list[tuple[Route, Tensor]]] = {}
+    later = False  # whether the matrix method takes what is frozen once it trains
     for p, of_p in owners.items():
-        route = _route(p, of_p, outputs, *told, names)
+        ruled = choose(of_p, heads_of_model.reason(of_p))
+        route = _overruled(ruled, of_p, *told, names)
+        own = own_settings(p, of_p[0].name) if route.algorithm == "adamw" else ()
+        later |= ruled.algorithm == "matrix" and p.is_floating_point() and not p.requires_grad
+        if route.algorithm == "frozen":
+            routes.append(route)
+            continue
         if route.algorithm == "matrix":
-            route = readings.of(p, of_p, route, "auto" if rank is None else rank)
-        notes, own = [], own_settings(p, route.names[0]) if route.algorithm == "adamw" else ()
-        if own:
-            notes.append("_optim has " + ", ".join(f"{key}={value!r}" for key, value in own))
-        marked = "_no_weight_decay" if getattr(p, "_no_weight_decay", False) else None
-        asked = marked or next((undecayed[name] for name in route.names if name in undecayed), None)
-        if route.decays and asked:
-            notes.append(f"no weight decay, by {asked}")
-        if route.frozen and route.algorithm != "frozen":
+            route = layouts.of(of_p, route, "auto" if rank is None else rank)
+        notes = ["_optim has " + ", ".join(f"{key}={value!r}" for key, value in own)] if own else []
+        if route.decays and (by := next((by_mark[name] for name in route.names if name in by_mark), None)):
+            route = replace(route, decays=False)
+            notes.append(f"no weight decay, by {by}")
+        if route.frozen:
             notes.append("frozen now")
-        route = replace(route, decays=route.decays and not asked, reason="; ".join([route.reason, *notes]))
+        route = replace(route, reason="; ".join([route.reason, *notes]))
         routes.append(route)
-        members.setdefault((route.algorithm, route.decays, own), []).append((route, p))
-    readings.check_used()
-    if readings.fused and not type(model).__module__.startswith("transformers."):  # whose layouts are known
-        name, module = readings.fused[0]
-        pattern = "*." + name[name.rindex(module + ".") :] if f".{module}." in name else name
-        many = len(readings.fused) > 1
-        warnings.warn(
-            f"{name!r}{' and others look' if many else ' looks'} like q, k and v in one weight, which is stepped "
-            "as one matrix and ends higher (docs/findings.md, fused weights). If the rows are those of q, then k, "
-            f"then v, give split={{{pattern!r}: 3}} and heads={{{pattern!r}: number of heads}}; else "
-            f"split={{{pattern!r}: 1}}.",
-            stacklevel=3,
-        )
-
-    later = (p for p in owners if not p.requires_grad and p.is_floating_point())
-    if not any(algorithm == "matrix" for algorithm, *_ in members) and not any(
-        choose(p, owners[p], outputs.reason(p, owners[p])).algorithm == "matrix" for p in later
-    ):
+        # Without names there is a matrix group for each way of reading a weight.
+        layout = (route.transposed, route.split) if route.algorithm == "matrix" and not names else ()
+        members.setdefault((route.algorithm, route.decays, own, layout), []).append((route, p))
+    suspicion = layouts.finish()
+    if suspicion and not type(model).__module__.startswith("transformers."):  # whose layouts are known
+        warnings.warn(suspicion, stacklevel=3)
+    if not later and not any(route.algorithm == "matrix" for route in routes):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
             f"fully_shard.\n{table(routes)}"
         )
-    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": clone_if_tensor(lr)}
-    hyper |= {key: value for key, value in (("weight_decay", weight_decay), ("rank", rank)) if value is not None}
-    groups = _matrix_groups(members.get(("matrix", True, ()), []), hyper, names)
-    groups += _matrix_groups(members.get(("matrix", False, ()), []), {**hyper, "weight_decay": 0.0}, names)
-    in_order = sorted((key for key in members if key[0] == "adamw"), key=lambda key: (key[2] != (), not key[1]))
-    for key in in_order:
-        group = {"params": _params(members[key], names), "algorithm": "adamw", "lr": clone_if_tensor(adamw_lr)}
-        group |= {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay if key[1] else 0.0}
-        groups.append(group | dict(key[2]))
+    groups: list[dict[str, Any]] = []
+    for key in sorted(members, key=lambda key: (key[0] != "matrix", key[2] != (), not key[1])):
+        (algorithm, decays, own, _), of_group = key, [route for route, _ in members[key]]
+        group = {"params": [(route.names[0], p) if names else p for route, p in members[key]], "algorithm": algorithm}
+        if algorithm == "matrix":
+            group |= {"lr": clone_if_tensor(lr)} | ({} if weight_decay is None else {"weight_decay": weight_decay})
+            group |= ({} if rank is None else {"rank": rank}) | ({} if decays else {"weight_decay": 0.0})
+            for setting in ("transposed", "split"):
+                values = [getattr(route, setting) for route in of_group]
+                group |= {setting: values if names else values[0]} if any(values) else {}
+        else:
+            group |= {"lr": clone_if_tensor(adamw_lr), "betas": adamw_betas, "eps": adamw_eps}
+            group |= {"weight_decay": adamw_weight_decay if decays else 0.0} | dict(own)
+        groups.append(group)
     return ParamGroups(groups, routes, rank is not None)
 
 
-def _params(members: Sequence[tuple[Route, Tensor]], names: bool) -> list[Any]:
-    return [(route.names[0], p) if names else p for route, p in members]
-
-
-def _matrix_groups(
-    members: Sequence[tuple[Route, Tensor]], hyper: Mapping[str, Any], names: bool
-) -> list[dict[str, Any]]:
-    """Return one group with a list per key for ``transposed`` and ``split``, or without names a group per value."""
-    keys = ("transposed", "split")
-    if names:
-        lists = {key: [getattr(route, key) for route, _ in members] for key in keys}
-        needed = {key: values for key, values in lists.items() if any(values)}
-        return [{"params": _params(members, names), **hyper, **needed}] if members else []
-    runs: dict[Any, list[tuple[Route, Tensor]]] = {}
-    for route, p in members:
-        runs.setdefault((route.transposed, route.split), []).append((route, p))
-    alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
-    shared = zip(runs.values(), alike, strict=True)
-    return [
-        {"params": _params(run, names), **hyper, "lr": clone_if_tensor(hyper["lr"]), **reading}
-        for run, reading in shared
-    ]
-
-
-def _route(
-    p: Tensor,
-    owners: Sequence[Owner],
-    outputs: OutputHeads,
-    matrix: Mapping[str, str],
-    adamw: Mapping[str, str],
-    names: bool,
+def _overruled(
+    ruled: Route, owners: Sequence[Owner], matrix: Mapping[str, str], adamw: Mapping[str, str], names: bool
 ) -> Route:
-    """Apply rules 1 and 2, then the others."""
-    if not p.requires_grad and (not names or stays_frozen(p, owners)):
-        later = "" if names else "; add it once it trains"
-        return route_to("frozen", f"requires_grad is False{later}", p, owners)
-    check_trainable(p, owners)
-    name = owners[0].name
+    """Return the route of a parameter by rules 1 and 2, or else as the others have ruled."""
+    p, name, why = owners[0].p, owners[0].name, untrainable(owners)
+    if not p.requires_grad:
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True))
+        if not names or why or p.is_meta or expanded:
+            reason = "requires_grad is False" + ("" if names else "; add it once it trains")
+            return replace(ruled, algorithm="frozen", reason=reason, decays=True, head=False)
+    if why:
+        raise ValueError(f"Parameter {name!r} can go to neither the matrix method nor AdamW: {why}.")
     to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
     if to_matrix is not None and to_adamw is not None:
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
-    ruled = choose(p, owners, outputs.reason(p, owners))
     if to_adamw is not None:  # norms, gains and what is marked have no weight decay, whoever sends them there
         return replace(ruled, algorithm="adamw", reason=to_adamw)
     if to_matrix is None:
@@ -290,4 +246,4 @@ def _route(
             f"{to_matrix} matches {name!r}, whose _optim={dict(own)!r} has settings of AdamW's, which the matrix "
             "method does not take: narrow the pattern, or remove them before making the groups, del parameter._optim."
         )
-    return route_to("matrix", to_matrix, p, owners)
+    return replace(ruled, algorithm="matrix", reason=to_matrix, decays=True, head=False)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
-from prokl.routing.rules import Owner
+from prokl.routing.owners import Owner
 
 
 def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -> dict[str, str]:
@@ -25,8 +25,7 @@ def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -
     by_quote = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
-            shape = f" of shape {tuple(pattern.shape)}" if isinstance(pattern, Tensor) else ""
-            got = f"a {type(pattern).__name__}{shape}" if isinstance(pattern, (Tensor, nn.Module)) else repr(pattern)
+            got = f"a {type(pattern).__name__}" if isinstance(pattern, (Tensor, nn.Module)) else repr(pattern)
             raise TypeError(f"{argument} must hold patterns of names, got {got}; pass names, which are strings.")
         if not any(_matches(pattern, name) for name in names):
             raise ValueError(f"{argument}={pattern!r} matches no parameter; {_hint(pattern, names)}.")
@@ -47,19 +46,13 @@ def _matches(pattern: str, name: str) -> bool:
 def _hint(pattern: str, names: Sequence[str]) -> str:
     """Return the pattern that was meant: a regular expression's, an index's, or that of a part of names."""
     plain = re.sub(r"\[(\d+)\]", r".\1", pattern.strip("^$").replace(".*", "*").replace("\\.", "."))
-    meant = [
-        form for text in dict.fromkeys((plain, unwrapped_name(plain))) for form in (text, f"*.{text}", f"{text}.*")
-    ]
-    meant += [f"*.{plain}.*", f"*{plain}", f"*{plain}*"]
-    for form in meant:
+    forms = [form for text in (plain, unwrapped_name(plain)) for form in (text, f"*.{text}", f"{text}.*")]
+    for form in (*forms, f"*.{plain}.*", f"*{plain}", f"*{plain}*"):
         count = sum(_matches(form, name) for name in names)
         if count and form.strip("*."):
-            why = (
-                "patterns match whole names"
-                if pattern in form
-                else "patterns are fnmatch's, of names as PyTorch has them"
-            )
+            why = "patterns are fnmatch's, of names as PyTorch has them"
+            why = "patterns match whole names" if pattern in form else why
             return f"{why}, and {form!r} matches {count}"
-    nearest = get_close_matches(plain.lower(), {name.lower(): name for name in names}, n=1, cutoff=0.8)
-    there = next((name for name in names if nearest and name.lower() == nearest[0]), None)
-    return f"the nearest name is {there!r}" if there else "model.named_parameters() has the names"
+    lower = {name.lower(): name for name in names}
+    nearest = get_close_matches(plain.lower(), lower, n=1, cutoff=0.8)
+    return f"the nearest name is {lower[nearest[0]]!r}" if nearest else "model.named_parameters() has the names"

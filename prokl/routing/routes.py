@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from itertools import groupby
+from typing import Any, Literal
 
 from prokl.algorithm.shapes import Split
 
 Algorithm = Literal["matrix", "adamw", "frozen"]
-NUMBER = re.compile(r"(|.*(?:layer|block|stage)_?)(\d+)")
-"""A component of a name that counts copies: 3, encoder_layer_3."""
+COPY = re.compile(r"(?<![^.])((?:[^.]*(?:layer|block|stage)_?)?)(\d+)(?![^.])")
+"""A component of a name that counts copies of a block, and its number: 3, encoder_layer_3."""
 
 
 @dataclass(frozen=True)
@@ -80,61 +81,47 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = []
-    for algorithm in get_args(Algorithm):
-        matching = [route for route in routes if route.algorithm == algorithm]
-        told, still = algorithm, sum(route.frozen for route in matching)
-        if algorithm == "frozen":
-            told, still = "in no group", 0
-        if matching or algorithm != "frozen":
-            count = f"{told}: {len(matching)} tensors, {sum(math.prod(route.shape) for route in matching):,} elements"
+    for algorithm, title in (("matrix", "matrix"), ("adamw", "adamw"), ("frozen", "in no group")):
+        there = [route for route in routes if route.algorithm == algorithm]
+        if there or algorithm != "frozen":
+            still = sum(route.frozen for route in there) if algorithm != "frozen" else 0
+            count = f"{title}: {len(there)} tensors, {sum(math.prod(route.shape) for route in there):,} elements"
             counts.append(count + (f", {still} of them frozen now" if still else ""))
     return "\n".join([*lines, "; ".join(counts)])
 
 
 def _collapsed(routes: Sequence[Route]) -> list[tuple[str, Route]]:
     """Return each line's name, and a route that has all else of the line, in the order of the lines' first weights."""
-    alike: dict[Any, list[tuple[list[str], Route]]] = {}
-    for route in routes:
-        parts = [NUMBER.split(part)[1:3] if NUMBER.fullmatch(part) else [part] for part in route.names[0].split(".")]
-        numbers = [part[1] for part in parts if len(part) > 1]
-        pattern = ".".join(part[0] + "%" * (len(part) > 1) for part in parts)
-        key = route.names if len(route.names) > 1 else (pattern, replace(route, names=(), decays=True))
-        alike.setdefault(key, []).append((numbers, route))
-    titled: list[tuple[str, Route]] = []
-    for members in alike.values():
-        lines = [(numbers, [route]) for numbers, route in members]
-        for place in reversed(range(len(members[0][0]))):
-            merged: dict[Any, list[tuple[list[str], list[Route]]]] = {}
-            for line in lines:
-                merged.setdefault((*line[0][:place], "", *line[0][place + 1 :]), []).append(line)
-            lines = [_merged(same, place) for same in merged.values()]
-        titled += [(_title(numbers, line_routes), line_routes[0]) for numbers, line_routes in lines]
-    places = {id(route): i for i, route in enumerate(routes)}
-    return sorted(titled, key=lambda line: places[id(line[1])])
+    alike: dict[Any, list[tuple[tuple[str, ...], list[int]]]] = {}
+    for i, route in enumerate(routes):
+        name = route.names[0]
+        key = route.names if len(route.names) > 1 else (COPY.sub(r"\1%", name), replace(route, names=(), decays=True))
+        alike.setdefault(key, []).append((tuple(found[2] for found in COPY.finditer(name)), [i]))
+    titled: dict[int, str] = {}
+    for lines in alike.values():
+        for place in reversed(range(len(lines[0][0]))):  # lines that differ in one number alone become one
+            merged: dict[Any, tuple[list[str], list[int]]] = {}
+            for numbers, places in lines:
+                of_line = merged.setdefault((*numbers[:place], "", *numbers[place + 1 :]), ([], []))
+                of_line[0].append(numbers[place])
+                of_line[1].extend(places)
+            lines = [
+                ((*others[:place], _ranges(numbers), *others[place + 1 :]), places)
+                for others, (numbers, places) in merged.items()
+            ]
+        for numbers, places in lines:
+            left = iter(numbers)
+            title = COPY.sub(lambda found, left=left: found[1] + next(left), routes[places[0]].names[0])  # type: ignore[misc]
+            titled[places[0]] = title + (f" ×{len(places)}" if len(places) > 1 else "")
+    return [(titled[i], routes[i]) for i in sorted(titled)]
 
 
-def _merged(lines: list[tuple[list[str], list[Route]]], place: int) -> tuple[list[str], list[Route]]:
-    """Return lines that differ in one number as one with all of these: 0..3,5."""
-    first = lines[0][0]
-    if len(lines) == 1:
-        return lines[0]
-    runs: list[list[int]] = []
-    for number in sorted(int(line[0][place]) for line in lines):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    numbers = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return [*first[:place], f"{{{numbers}}}", *first[place + 1 :]], [route for line in lines for route in line[1]]
-
-
-def _title(numbers: list[str], routes: list[Route]) -> str:
-    """Return the name of a line: its first weight's, with all numbers, and how many there are."""
-    left = iter(numbers)
-    parts = routes[0].names[0].split(".")
-    if len(routes) > 1:
-        parts = [m[1] + next(left) if (m := NUMBER.fullmatch(part)) else part for part in parts]
-    return ".".join(parts) + (f" ×{len(routes)}" if len(routes) > 1 else "")
+def _ranges(numbers: Sequence[str]) -> str:
+    """Return several numbers as {0..3,5}, one as it is."""
+    if len(numbers) == 1:
+        return numbers[0]
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(map(int, numbers))), lambda at: at[1] - at[0])]
+    return "{" + ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs) + "}"
 
 
 def _heads(routes: Sequence[Route]) -> str:

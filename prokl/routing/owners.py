@@ -1,0 +1,181 @@
+"""One record for every name of a parameter: who holds it there, and what its module says of it.
+
+Modules of a model that was exported or scripted are of one class all. A graph says of every operation in which module
+of which class it was, a script the name of each module's class. Where neither does, a weight's shape tells: a matrix is
+a linear layer's, four dimensions are a convolution's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from prokl.algorithm.names import indices_without_wrappers
+
+NORM_CLASS = re.compile(r"Norm(\dd)?$")
+CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
+BY_SHAPE: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+GATED = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
+
+
+class Owner:
+    """One name of a parameter.
+
+    Attributes:
+        p: the parameter.
+        name: its full name.
+        module: the module that holds it.
+        cls: the module's class, where a model was exported or scripted the one that it had before.
+        kind: the name of that class.
+        around: the module that holds this one, whatever wraps it, then what holds that, up to the model.
+        path: the module's path in lower case, without wrappers.
+        written: the parameter's own name; "weight" of the one that a norm of weights makes a weight of.
+        attr: the same in lower case.
+        closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
+        linear: True for the weight of a linear layer, torch's or one named so.
+        conv1d: True for the weight, (in, out), of transformers' ``Conv1D`` or a copy of it: a linear layer.
+        convolution: True for all of a convolution, by its type or the name of its class.
+        layer: True for the weight of one of these, of at least two dimensions.
+        raw: True unless it is the weight of a layer, which says what it is for; else its name is asked.
+        embedding: True for what an embedding holds, torch's or one named so.
+        norm: True for what a norm holds, torch's or one named so.
+        in_proj: True for the three fused projections of ``nn.MultiheadAttention``.
+        recurrent: True for the weight of a recurrent module.
+        gated: True for such a one that maps to all gates at once (weight_hr, an LSTM's projection, does not).
+    """
+
+    def __init__(
+        self,
+        p: Tensor,
+        name: str,
+        module: nn.Module,
+        cls: type[nn.Module],
+        around: tuple[nn.Module, ...],
+        path: tuple[str, ...],
+        written: str,
+        closes: int,
+    ) -> None:
+        self.p, self.name, self.module, self.cls, self.kind = p, name, module, cls, cls.__name__
+        self.around, self.path, self.written, self.closes = around, path, written, closes
+        self.attr = written.lower()
+        weight = self.attr == "weight"
+        self.linear = weight and (issubclass(cls, nn.Linear) or "Linear" in self.kind)
+        copy = weight and p.ndim == 2 and any(base.__name__ == "Conv1D" for base in cls.__mro__)
+        self.conv1d = copy and p.shape[1] == getattr(module, "nf", None)
+        self.convolution = issubclass(cls, nn.modules.conv._ConvNd) or CONVOLUTION_CLASS.search(self.kind) is not None
+        self.raw = not (self.linear or (self.convolution and weight))
+        self.layer = p.ndim >= 2 and (not self.raw or self.conv1d)
+        named = self.raw and "Embedding" in self.kind and self.attr.startswith("weight")
+        self.embedding = named or issubclass(cls, (nn.Embedding, nn.EmbeddingBag))
+        self.norm = NORM_CLASS.search(self.kind) is not None
+        self.in_proj = issubclass(cls, nn.MultiheadAttention) and self.attr == "in_proj_weight"
+        self.recurrent = issubclass(cls, (nn.RNNBase, nn.RNNCellBase)) and self.attr.startswith("weight")
+        self.gated = self.recurrent and issubclass(cls, GATED) and not self.attr.startswith("weight_hr")
+
+    def says(self, pattern: re.Pattern[str]) -> bool:
+        """Return True if a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
+        container = issubclass(self.cls, (nn.ParameterList, nn.ParameterDict))
+        parts = (*self.path[-1:], self.attr) if container or self.attr == "weight" else (self.attr,)
+        return self.raw and any(pattern.search(part) for part in parts)
+
+
+def owners_of(model: nn.Module) -> tuple[dict[Tensor, list[Owner]], str | None]:
+    """Return every parameter with all of its names, in the model's order, and a warning if classes were lost."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes, warning = _lost_classes(model)
+    owners: dict[Tensor, list[Owner]] = {}
+    for prefix, module in modules.items():
+        parts = prefix.split(".") if prefix else []
+        # torch.nn.utils.parametrize keeps fc.weight as fc.parametrizations.weight.original.
+        parametrized = parts[-1] if parts[-2:-1] == ["parametrizations"] else None
+        if parametrized:
+            parts = parts[:-2]
+        way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
+        places = indices_without_wrappers(parts)
+        around = tuple(way[place] for place in reversed(places))
+        closes = 0
+        while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
+            closes += 1
+        path, cls = tuple(parts[i].lower() for i in places), classes.get(".".join(parts), type(way[-1]))
+        for attr, p in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attr}" if prefix else attr
+            if parametrized:
+                attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
+            written = "weight" if _normed(module, attr) else attr
+            owners.setdefault(p, []).append(Owner(p, name, way[-1], cls, around, path, written, closes))
+    return owners, warning
+
+
+def _normed(module: nn.Module, attr: str) -> bool:
+    """Return True for what torch's weight norm, former spectral norm or pruning makes the layer's weight of."""
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
+    held = module._parameters
+    computed = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
+    return computed and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
+
+
+def _closes(parent: nn.Module, child: nn.Module) -> bool:
+    if not isinstance(parent, nn.Sequential) and getattr(parent, "original_name", "") != "Sequential":
+        return False
+    filled = [c for c in parent.children() if next(c.parameters(), None) is not None]
+    return bool(filled) and filled[-1] is child
+
+
+def _lost_classes(model: nn.Module) -> tuple[dict[str, type[nn.Module]], str | None]:
+    """Return the classes that modules of an exported or scripted model had, by path, and a warning that says so."""
+    traced = {path: module for path, module in model.named_modules() if _has_graph(module)}
+    if not traced:
+        return {}, None
+    names: dict[str, str] = {}
+    for prefix, module in traced.items():
+        graph: Any = None if isinstance(module, ScriptModule) else getattr(module, "graph", None)
+        for node in getattr(graph, "nodes", ()):
+            stack = node.meta.get("nn_module_stack")
+            for path, cls in stack.values() if isinstance(stack, Mapping) else ():
+                at = f"{prefix}.{path}" if prefix and path else prefix or path
+                names[at] = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+    classes: dict[str, type[nn.Module]] = {}
+    guessed: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is not nn.Module and not _has_graph(module):
+            continue
+        name = module.original_name if isinstance(module, ScriptModule) else names.get(path)
+        if name:
+            home, _, last = name.rpartition(".")
+            known = getattr(nn, last, None) if not home or home.startswith("torch.nn.") else None
+            classes[path] = known if isinstance(known, type) else type(last, (nn.Module,), {"__module__": home})
+            continue
+        weight = module._parameters.get("weight")
+        table = any(part in path.rpartition(".")[2].lower() for part in ("emb", "wte", "wpe"))
+        if weight is not None and weight.ndim in BY_SHAPE and not table:
+            guessed.append(f"{path}.weight" if path else "weight")
+            classes[path] = BY_SHAPE[weight.ndim]
+    if not classes:
+        return {}, None
+    some = ", ".join(guessed[:3]) + ", ..." * (len(guessed) > 3)
+    guess = f" and guessed {len(guessed)} layers by their shapes ({some})" if guessed else ""
+    return classes, (
+        f"{type(model).__name__} was exported or scripted, and has no layers of classes of their own: param_groups "
+        f"took {len(classes) - len(guessed)} classes from the names that it has kept{guess}. Its methods and "
+        "settings cannot be asked for output heads and attention's heads. Check print(groups), or give adamw= the "
+        "names that the routes of the model itself send there."
+    )
+
+
+def _has_graph(module: nn.Module) -> bool:
+    graphs = {"GraphModule", "InterpreterModule"}  # of torch.fx and torch.export, by name: neither need be imported
+    return isinstance(module, ScriptModule) or any(cls.__name__ in graphs for cls in type(module).__mro__)
+
+
+def asked(model: nn.Module, method: str) -> Any:
+    """Return what a method of a model gives; nothing, (), where it has none or fails."""
+    ask = getattr(model, method, None)
+    try:
+        return ask() if callable(ask) else ()
+    except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
+        return ()
