@@ -11,7 +11,7 @@ from torch import nn
 
 import prokl
 from prokl import diagnostics
-from prokl.diagnostics import summary as module
+from prokl.diagnostics import report, summary
 from tests.commands import ROOT
 from tests.health_runs import CASES, trained
 from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
@@ -74,11 +74,11 @@ def test_numbers_are_the_median_and_the_worst_of_the_matrices(cls, kwargs):
         p.grad = g
     found, own = diagnostics.health(optimizer), by_figure(diagnostics.scalars(optimizer))
     assert "w2[1]" in own["spread_L"] and "w5.2" in own["spread_L"]
-    for figure in module.MEDIANS:
+    for figure in summary.MEDIANS:
         if figure in own:
             expected = median(value for (value,) in own[figure].values())
             assert found.numbers[f"prokl/{figure}_median"] == pytest.approx(expected, rel=1e-12)
-    for figure in module.WORST:
+    for figure in summary.WORST:
         largest = {name: max(values) for name, values in own[figure].items()}
         key = f"prokl/{figure}_worst"
         assert found.numbers[key] == max(largest.values()) == largest[found.worst[key]]
@@ -259,11 +259,11 @@ def test_health_waits_for_the_device_once(cls, kwargs, monkeypatch):
     def copied(found):
         raise Finished
 
-    reading, calls = module.on_host, []
-    monkeypatch.setattr(module, "on_host", copied)
+    reading, calls = report.on_host, []
+    monkeypatch.setattr(report, "on_host", copied)
     with pytest.raises(Finished), ForbidHostReads():
         diagnostics.health(optimizer)
-    monkeypatch.setattr(module, "on_host", lambda found: calls.append(0) or reading(found))
+    monkeypatch.setattr(report, "on_host", lambda found: calls.append(0) or reading(found))
     assert diagnostics.health(optimizer).numbers and calls == [0]
 
 

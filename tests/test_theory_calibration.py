@@ -102,12 +102,12 @@ def test_calibration_ends_follow_from_operator_norm_matching():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 5, 1), "Invalid rows=0: must be an int >= 1"),
-        ((5, -1, 1), "Invalid cols=-1: must be an int >= 1"),
+        ((0, 5, 1), "Invalid rows=0: must be an integer of at least 1"),
+        ((5, -1, 1), "Invalid cols=-1: must be an integer of at least 1"),
         ((1, 1, 1), r"Invalid rows \* cols=1: must be at least 2"),
         ((5, 5, 0), 'Invalid rank=0: must be "auto" or an integer of at least 1'),
         ((5, 5, None), 'Invalid rank=None: must be "auto" or an integer'),
-        ((5.0, 5, 1), "Invalid rows=5.0: must be an int >= 1"),
+        ((5.0, 5, 1), "Invalid rows=5.0: must be an integer of at least 1"),
     ],
 )
 def test_calibration_sizes_out_of_bounds_raise(arguments, message):

@@ -12,7 +12,7 @@ results; ``plot``, which makes two calls, twice. Call it every so many steps, be
     optimizer.step()
 """
 
-from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
+from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, tail_am_gm
 from prokl.diagnostics.figure import plot
 from prokl.diagnostics.report import eigenvalues, phi, scalars, spectra
 from prokl.diagnostics.summary import Health, health
@@ -23,7 +23,6 @@ __all__ = [
     "eigenvalues",
     "gap_bound",
     "health",
-    "over_tail",
     "phi",
     "plot",
     "scalars",

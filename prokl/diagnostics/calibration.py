@@ -33,28 +33,16 @@ def alpha_kl_bracket(
     Raises:
         ValueError: a size below 1, a weight of one element, a rank below 1, or another ``adjust_lr_fn``.
     """
-    for name, value in (("rows", rows), ("cols", cols)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"Invalid {name}={value!r}: must be an int >= 1; pass a weight's shape and its rank.")
+    check("rows", rows, COUNT)
+    check("cols", cols, COUNT)
     check("rank", rank, RANK)
+    check("adjust_lr_fn", adjust_lr_fn, one_of(None, *get_args(AdjustLrFn)))
     if rows * cols < 2:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
-    check("adjust_lr_fn", adjust_lr_fn, one_of(None, *get_args(AdjustLrFn)))
     c_a = shape.aspect_scale if adjust_lr_fn in (None, "original") else 1.0
     low, high = shapes.alpha_kl_bracket(shape.m, shape.n, effective_rank(rank, shape.m, shape.n))
     return c_a * low, c_a * high
-
-
-def over_tail(eigenvalues: Tensor, rank: int) -> Tensor:
-    """Divide descending eigenvalues (..., n) by the mean of those beyond ``rank``, or by the smallest where none is.
-
-    Raises:
-        TypeError, ValueError: as for :func:`tail_am_gm`, but for the rank's upper bound.
-    """
-    _check(eigenvalues, rank)
-    tail = eigenvalues[..., rank:] if eigenvalues.shape[-1] > rank else eigenvalues[..., -1:]
-    return eigenvalues / tail.mean(dim=-1, keepdim=True)
 
 
 def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
@@ -65,12 +53,11 @@ def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
         rank: where the tail begins; below n.
 
     Returns:
-        (...), at least 1.
+        (...), float64, at least 1.
 
     Raises:
-        TypeError: ``eigenvalues`` are no tensor.
-        ValueError: they are not real floating-point numbers above 0 in descending order, ``rank`` is no integer of at
-            least 0, or no eigenvalue lies beyond it. NaN is let through.
+        ValueError: the eigenvalues are not above 0 in descending order, or ``rank`` is no integer from 0 to n - 1. NaN
+            is let through.
     """
     return _log_am_gm(eigenvalues, rank).exp()
 
@@ -86,10 +73,10 @@ def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
         other_side: size of the other factor; m where the eigenvalues are those of the right one.
 
     Returns:
-        (...), at least 0.
+        (...), float64, at least 0.
 
     Raises:
-        TypeError, ValueError: as for :func:`tail_am_gm`; or ``other_side`` is no integer of at least 1.
+        ValueError: as for :func:`tail_am_gm`; or ``other_side`` is no integer of at least 1.
     """
     check("other_side", other_side, COUNT)
     tail = _log_am_gm(eigenvalues, rank)
@@ -97,29 +84,15 @@ def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
 
 
 def _log_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
-    _check(eigenvalues, rank)
-    if rank >= eigenvalues.shape[-1]:
+    n = eigenvalues.shape[-1]
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < n:
         raise ValueError(
-            f"Invalid rank={rank}: must be below the number of eigenvalues, {eigenvalues.shape[-1]}, to leave a tail."
-        )
-    tail = eigenvalues[..., rank:].double()  # a bound of m (n - r) / 2 times a logarithm near 0
-    return (tail.mean(dim=-1).log() - tail.log().mean(dim=-1)).clamp(min=0)  # rounding of a flat tail
-
-
-def _check(eigenvalues: Tensor, rank: int) -> None:
-    if not isinstance(eigenvalues, Tensor):
-        raise TypeError(f"eigenvalues must be a tensor, got {type(eigenvalues).__name__}; make one by torch.tensor().")
-    if eigenvalues.ndim < 1 or not eigenvalues.is_floating_point() or eigenvalues.shape[-1] < 1:
-        raise ValueError(
-            f"Invalid eigenvalues of shape {tuple(eigenvalues.shape)} and {eigenvalues.dtype}: must be floating-point "
-            "numbers in at least one dimension, of which the last one has some."
-        )
-    if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 0:
-        raise ValueError(
-            f"Invalid rank={rank!r}: must be an integer of at least 0; pass the number of eigenvalues before the tail."
+            f"Invalid rank={rank!r}: must be an integer from 0 to {n - 1}, so that of {n} some are beyond."
         )
     if (eigenvalues <= 0).any() or (eigenvalues.diff() > 0).any():
         raise ValueError(
             "Invalid eigenvalues: must be above 0 and descend; clamp what rounding left below, and use "
             ".sort(descending=True).values."
         )
+    tail = eigenvalues[..., rank:].double()  # a bound of m (n - r) / 2 times a logarithm near 0
+    return (tail.mean(dim=-1).log() - tail.log().mean(dim=-1)).clamp(min=0)  # rounding of a flat tail

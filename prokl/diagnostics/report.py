@@ -1,42 +1,44 @@
-"""The dictionaries: scalars for loggers, spectra, and the whitened second moment of the gradients."""
+"""Figures of every matrix: scalars for loggers, spectra, and the whitened second moment of the gradients.
+
+They are measured for a batch of matrices on their device, by products of matrices only, so that nothing waits: an SVD
+or an eigendecomposition on a GPU factors one matrix after another and waits for each.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import RANK, check
 from prokl.algorithm.shapes import Rank, effective_rank
-from prokl.backends.device import without_autocast
-from prokl.diagnostics import measures
-from prokl.diagnostics.calibration import gap_bound, over_tail, tail_am_gm
-from prokl.diagnostics.weights import Batch, Wrapper, batches, engine_of
+from prokl.backends.device import on_device, without_autocast
+from prokl.backends.io import in_float32
+from prokl.diagnostics.weights import Batch, Wrapper, batches, unwrapped
+from prokl.engine.engine import Engine
 from prokl.matrix_optimizer import MatrixOptimizer
 
+OPS = Algebra(host_readable=False)
+"""PyTorch's form, which runs on any device."""
+BASES = ("U", "Q_L", "Q_R")
+"""Q_S is a basis only just after a refresh."""
 FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
 """Factors, and what an optimizer keeps of each: an inverse square root for every eigenvalue."""
 
 
 @torch.no_grad()
 @without_autocast
-def scalars(
-    optimizer: MatrixOptimizer | Wrapper,
-    model: nn.Module | None = None,
-    *,
-    rank: Rank = "auto",
-    phi: Mapping[str, Tensor] | None = None,
-) -> dict[str, float]:
+def scalars(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, float]:
     """Return figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
 
     A matrix begins with its first usable gradient: before the first step the dictionary is empty.
 
     From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_R as stored; ``spread_L``, the largest
-    over the smallest eigenvalue of L; ``clipped``, the steps that ``clip_threshold`` has bounded; ``tail_am_gm_L``,
-    ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the rank and Claim 1's bound in nats on what
-    restricting that factor costs. A factor that has no eigenvalue beyond the rank has no tail.
+    over the smallest eigenvalue of L; ``clipped``, the steps that ``clip_threshold`` has bounded.
 
     From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
     ``whitened_size``, what ``clip_threshold`` bounds, usually about 1; ``idle_rows``, the share of the gradient's rows
@@ -49,42 +51,12 @@ def scalars(
         optimizer: a ProKLShampoo or KLShampoo on any backend, also in Accelerate's or Lightning's wrapper. The coming
             update is computed in PyTorch.
         model: names the weights of an optimizer that was made without names.
-        rank: where the tail of KL-Shampoo's factors begins, "auto" as ProKLShampoo's; Pro-KLShampoo has its own.
-        phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
-            ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's. A
-            singular average, over too few, has no such figures. Each is decomposed, which waits for the device.
-            KL-Shampoo has a spectrum of R already, and these change nothing.
 
     Raises:
-        TypeError: another optimizer. ValueError: ``rank`` below 1; ``phi`` of a weight that has not begun, or that
-            there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
+        TypeError: another optimizer. ValueError: ``model`` without a weight of an optimizer that has no names.
     """
-    engine = engine_of(optimizer)
-    check("rank", rank, RANK)
-    kept, measured, vectors = [], [], []
-    for batch in batches(engine, model):
-        kept.append(replace(batch, gradient=None, state={}))
-        measured.append(measures.of_batch(batch))
-        vectors.append(_inverse_square_roots(batch))
-    begun = {name for batch in kept for name in batch.names}
-    if unknown := sorted((phi or {}).keys() - begun):
-        raise ValueError(f"Invalid phi: {unknown[0]!r} is no weight that has begun; there are {sorted(begun)}.")
-    host = on_host([*measured, *vectors])
-    values: dict[str, dict[str, float]] = {}
-    for batch, stacked, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
-        for b, (name, figures) in enumerate(figures_of(batch, stacked).items()):
-            spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
-            if batch.rank and phi is not None and name in phi:
-                whitened = _spectrum_of(phi[name], name, batch.n)
-                spectra |= {} if whitened is None else {"R": whitened}
-            begins = batch.rank or (effective_rank(rank, batch.m, batch.n) if rank == "auto" else rank)
-            for factor, spectrum in spectra.items():
-                if len(spectrum) > begins:
-                    other = batch.n if factor == "L" else batch.m
-                    figures[f"tail_am_gm_{factor}"] = float(tail_am_gm(spectrum, begins))
-                    figures[f"gap_bound_{factor}"] = float(gap_bound(spectrum, begins, other))
-            values[name] = figures
-    return {f"prokl/{name}/{key}": value for name, figures in values.items() for key, value in figures.items()}
+    figures, _ = figures_of(unwrapped(optimizer).engine, model)
+    return {f"prokl/{name}/{key}": value for name, own in figures.items() for key, value in own.items()}
 
 
 @torch.no_grad()
@@ -92,20 +64,17 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
     """Return every begun matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
 
     Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
-    "mu", (1,), which counts n - r times. ``model`` as in :func:`scalars`.
-
-    Raises:
-        TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
+    "mu", (1,), which counts n - r times. Arguments and errors as in :func:`scalars`.
     """
-    engine = engine_of(optimizer)
-    kept, vectors = [], []
-    for batch in batches(engine, model, FACTORS.values(), gradients=False):
-        kept.append(batch.names)
-        vectors.append(_inverse_square_roots(batch))
+    names, roots = [], []
+    for batch in batches(unwrapped(optimizer).engine, model, FACTORS.values(), gradients=False):
+        kept = {factor: batch.state[key] for factor, key in FACTORS.items() if key in batch.state}
+        names.append(batch.names)
+        roots.append({factor: value.reshape(len(batch.names), -1) for factor, value in kept.items()})
     return {
-        name: {factor: _descending(value[b]) for factor, value in roots.items()}
-        for names, roots in zip(kept, on_host(vectors), strict=True)
-        for b, name in enumerate(names)
+        name: {factor: value[b].pow(-2).sort(descending=True).values for factor, value in of_batch.items()}
+        for of_names, of_batch in zip(names, on_host(roots), strict=True)
+        for b, name in enumerate(of_names)
     }
 
 
@@ -114,17 +83,25 @@ def spectra(
 ) -> dict[str, dict[str, Tensor]]:
     """Return eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
 
-    "L", (m,), and "R", (n,), over the mean of those beyond the rank; for Pro-KLShampoo "L" and, over mu, "S", (r,).
-    Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
+    "L", (m,), and "R", (n,), over the mean of those beyond the rank, or the smallest where none is; for Pro-KLShampoo
+    "L" and, over mu, "S", (r,). Descending, float64 on the CPU.
+
+    Args:
+        optimizer: as in :func:`scalars`.
+        model: likewise.
+        rank: where the tail of KL-Shampoo's factors begins, "auto" as ProKLShampoo's; Pro-KLShampoo has its own.
+
+    Raises:
+        TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`, or ``rank`` below 1.
     """
     check("rank", rank, RANK)
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, factors in eigenvalues(optimizer, model).items():
-        if "S" in factors:
-            by_weight[name] = {"L": over_tail(factors["L"], len(factors["S"])), "S": factors["S"] / factors["mu"]}
-        else:
-            begins = effective_rank(rank, len(factors["L"]), len(factors["R"]))
-            by_weight[name] = {factor: over_tail(factors[factor], begins) for factor in ("L", "R")}
+        begins = len(factors["S"]) if "S" in factors else effective_rank(rank, len(factors["L"]), len(factors["R"]))
+        units = {"S": factors["mu"]} if "S" in factors else {}
+        for factor in factors.keys() - {"mu", "S"}:
+            units[factor] = factors[factor][min(begins, len(factors[factor]) - 1) :].mean()
+        by_weight[name] = {factor: factors[factor] / units[factor] for factor in factors if factor in units}
     return by_weight
 
 
@@ -134,11 +111,10 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
     """Return Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
 
     On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
-    average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
+    average over several, as the paper does over ten. Arguments and errors as in :func:`scalars`.
     """
-    engine = engine_of(optimizer)
     by_weight: dict[str, Tensor] = {}
-    for batch in batches(engine, model, ("Q_L", "inv_sqrt_lambda_L")):
+    for batch in batches(unwrapped(optimizer).engine, model, ("Q_L", "inv_sqrt_lambda_L")):
         if batch.gradient is not None:
             Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
             moments = Y.mT @ Y
@@ -146,34 +122,21 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
     return by_weight
 
 
-def figures_of(batch: Batch, stacked: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Return what was measured of a batch, on the host by now, for each matrix: {weight: {figure: value}}."""
-    return {
-        name: {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.STATE_FIGURES}
-        for b, name in enumerate(batch.names)
-    }
-
-
-def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
-    """Return descending eigenvalues on the CPU: NaN for an average that is not finite, None for a singular one."""
-    if phi.shape != (n, n):
-        raise ValueError(f"Invalid phi: that of {name!r} is {tuple(phi.shape)}, must be ({n}, {n}).")
-    if not bool(phi.isfinite().all()):
-        return torch.full((n,), torch.nan, dtype=torch.float64, device="cpu")
-    values = torch.linalg.eigvalsh(phi).flip(-1).cpu()
-    return values if values[-1] > n * torch.finfo(values.dtype).eps * values[0] else None
-
-
-def _inverse_square_roots(batch: Batch) -> dict[str, Tensor]:
-    """Return lambda^-1/2 by factor, each (B, size)."""
-    return {
-        factor: batch.state[key].reshape(len(batch.names), -1) for factor, key in FACTORS.items() if key in batch.state
-    }
-
-
-def _descending(inverse_square_roots: Tensor) -> Tensor:
-    """Return eigenvalues, the largest first."""
-    return inverse_square_roots.pow(-2).sort(descending=True).values
+def figures_of(
+    engine: Engine, model: nn.Module | None, counts: dict[str, Tensor] | None = None
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the figures of :func:`scalars`, {weight: {figure: value}}, and ``counts``, by one wait for the device."""
+    kept, measured = [], []
+    for batch in batches(engine, model):
+        kept.append((batch.names, batch.has_gradient))
+        measured += [_of_state(batch.state), _of_gradient(batch)]
+    *host, counted = on_host([*measured, counts or {}])
+    figures: dict[str, dict[str, float]] = {}
+    for (names, has_gradient), of_state, of_gradient in zip(kept, host[::2], host[1::2], strict=True):
+        for b, name in enumerate(names):
+            own = of_state | (of_gradient if has_gradient[b] else {})
+            figures[name] = {key: float(values[b]) for key, values in own.items()}
+    return figures, {name: float(count) for name, count in counted.items()}
 
 
 def on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -186,3 +149,49 @@ def on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [
         {name: next(host[t.device, t.dtype]).reshape(t.shape) for name, t in tensors.items()} for tensors in figures
     ]
+
+
+def _of_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Measure what takes no gradient, each (B,)."""
+    lowest, highest = state["inv_sqrt_lambda_L"].aminmax(dim=-1)
+    figures = {"clipped": state["clipped"], "spread_L": (highest / lowest).square()}
+    for key in BASES:
+        if key in state:
+            gram = state[key].mT @ state[key]
+            gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+            figures[f"orthogonality_{key}"] = torch.linalg.matrix_norm(gram)
+    return figures
+
+
+def _of_gradient(batch: Batch) -> dict[str, Tensor]:
+    """Measure what takes a gradient, each (B,); the batch's M_Q may be overwritten.
+
+    NaN where a gradient is missing or not finite: such a weight will not move. Nor will one whose gradient is zero,
+    unless nothing bounds its step: its sizes are 0, its shares NaN.
+    """
+    if batch.gradient is None:
+        return {}
+    assert batch.weight_rms is not None
+    G, method = batch.gradient, batch.method
+    h = method.hyper(batch.group, batch.m, batch.n, G.dtype, G.device)
+    squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+    usable = in_float32(squares) & on_device(batch.has_gradient, torch.bool, G.device)
+    zero = G == 0
+    idle = torch.maximum(*(zero.all(dim=dim).to(G.dtype).mean(dim=-1) for dim in (-1, -2)))
+    figures = {"whitened_size": method.whitened_size(OPS, G, batch.state, h), "idle_rows": idle}
+    scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
+    D = method.step(OPS, G, batch.state, h, scales, usable)[0].dense()
+    figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (D.shape[-2] * D.shape[-1]) ** 0.5
+    if "U" in batch.state:
+        U = batch.state["U"]
+        for figure, whole in (("captured_energy", G), ("subspace_share", D)):
+            part, size = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (whole @ U.to(whole.dtype), whole))
+            figures[figure] = (part / size).square()
+    if h.clip_threshold is not None:
+        still = {"update_rms": 0.0, "subspace_share": torch.nan}
+        figures |= {
+            key: figures[key].masked_fill(squares == 0, value) for key, value in still.items() if key in figures
+        }
+    ratio = figures["update_rms"] * batch.group["lr"] / batch.weight_rms
+    figures["update_to_weight"] = ratio.masked_fill(batch.weight_rms == 0, torch.inf)
+    return {key: value.masked_fill(~usable, torch.nan) for key, value in figures.items()}

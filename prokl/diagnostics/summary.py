@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 from torch import nn
 
 from prokl.backends.device import without_autocast
-from prokl.diagnostics import measures
-from prokl.diagnostics.report import figures_of, on_host
-from prokl.diagnostics.weights import Wrapper, batches, clocks, skips, unwrapped, without_gradient
+from prokl.diagnostics.report import figures_of
+from prokl.diagnostics.weights import Wrapper, clocks, named, skips, unwrapped
 from prokl.matrix_optimizer import MatrixOptimizer
 
 MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
@@ -92,36 +91,48 @@ def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None,
             "not its numbers."
         )
     inner = unwrapped(optimizer)
-    engine, kept, measured = inner.engine, [], []
-    for batch in batches(engine, model):
-        kept.append(replace(batch, gradient=None, state={}))
-        measured.append(measures.of_batch(batch))
-    *host, skipped = on_host([*measured, skips(engine, model)])
-    matrices: dict[str, dict[str, float]] = {}
-    for batch, stacked in zip(kept, host, strict=True):
-        matrices |= figures_of(batch, stacked)
-    for figures in matrices.values():
-        bases = [value for figure, value in figures.items() if figure.startswith("orthogonality_")]
-        figures["orthogonality"] = math.nan if any(map(math.isnan, bases)) else max(bases)
-        if math.isinf(figures.get("update_to_weight", 0.0)):
-            del figures["update_to_weight"]
+    matrices, skipped = figures_of(inner.engine, model, skips(inner.engine, model))
+    for own in matrices.values():
+        bases = [value for figure, value in own.items() if figure.startswith("orthogonality_")]
+        own["orthogonality"] = math.nan if any(map(math.isnan, bases)) else max(bases)
+        if math.isinf(own.get("update_to_weight", 0.0)):
+            del own["update_to_weight"]
     totals = {
-        "steps": clocks(engine, model),
-        "clipped": {name: int(figures["clipped"]) for name, figures in matrices.items()},
+        "steps": clocks(inner.engine, model),
+        "clipped": {name: int(own["clipped"]) for name, own in matrices.items()},
         "skipped": {name: int(count) for name, count in skipped.items()},
     }
-    gained = {key: _gained(now, {} if since is None else since.totals[key]) for key, now in totals.items()}
-    numbers, worst = _summary(matrices, gained)
-    without, moving = without_gradient(inner, model)
-    numbers["prokl/without_gradient"] = float(len(without))
-    if without:
-        worst["prokl/without_gradient"] = without[0]
-    words = _of_missing(without, moving, begun=bool(matrices))
+    before: Mapping[str, Mapping[str, int]] = {} if since is None else since.totals
+    gained = {key: _gained(now, before.get(key, {})) for key, now in totals.items()}
+    moving = [(weight, name or weight.name) for weight, name in named(inner.param_groups, model)]
+    moving = [(weight, name) for weight, name in moving if weight.p.requires_grad]
+    without = [name for weight, name in moving if weight.p.grad is None]
+
+    numbers, worst = {}, {}
+    for figure in dict.fromkeys((*MEDIANS, *WORST)):
+        values = {name: own[figure] for name, own in matrices.items() if figure in own}
+        if values and figure in MEDIANS:
+            numbers[f"{figure}_median"] = median([v for v in values.values() if v == v] or [math.nan])
+        if values and figure in WORST:
+            name = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+            numbers[f"{figure}_worst"], worst[f"{figure}_worst"] = values[name], name
+    numbers["clipped"] = sum(gained["clipped"].values()) / max(1, sum(gained["steps"].values()))
+    numbers["skipped"] = float(sum(gained["skipped"].values()))
+    numbers["without_gradient"] = float(len(without))
+    worst |= {count: gained[count].most_common(1)[0][0] for count in ("clipped", "skipped") if numbers[count]}
+    worst |= {"without_gradient": without[0]} if without else {}
+    words = list(_words(numbers, worst, matrices, gained, without, len(moving)))
     if since is not None and not without:
-        words += _of_waiting(totals["steps"], since.totals["steps"])
-    steps = sum(gained["steps"].values()) / max(1, len(matrices))
-    words += _of_updates(matrices, len(totals["steps"])) + _of_numbers(numbers, worst, gained, steps)
-    return Health(numbers, worst, words, totals)
+        # A matrix that had not begun at the last call, nor has by now, although others have stepped for long.
+        waiting = [name for name, step in totals["steps"].items() if step < 0 and before["steps"].get(name, 0) < 0]
+        if waiting and max(before["steps"].values()) >= EARLY:
+            words.insert(
+                0,
+                f"{_some(waiting)}: no gradient has been usable so far, while others have stepped. They were zero, not "
+                "finite, or too small to square. See whether the weight is used, and the loss scale.",
+            )
+    flat = {f"prokl/{key}": value for key, value in numbers.items()}
+    return Health(flat, {f"prokl/{key}": name for key, name in worst.items()}, words, totals)
 
 
 def _gained(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
@@ -132,70 +143,65 @@ def _gained(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
     )
 
 
-def _summary(
-    matrices: Mapping[str, Mapping[str, float]], gained: Mapping[str, Counter[str]]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Return numbers of what was measured of each matrix and counted since the last call, and whose the worst are."""
-    numbers, worst = {}, {}
-    for figure in dict.fromkeys((*MEDIANS, *WORST)):
-        values = {name: figures[figure] for name, figures in matrices.items() if figure in figures}
-        if not values:
-            continue
-        name = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
-        if figure in MEDIANS:
-            numbers[f"prokl/{figure}_median"] = median([v for v in values.values() if v == v] or [math.nan])
-        if figure in WORST:
-            numbers[f"prokl/{figure}_worst"], worst[f"prokl/{figure}_worst"] = values[name], name
-    steps = sum(gained["steps"].values())
-    numbers["prokl/clipped"] = sum(gained["clipped"].values()) / max(1, steps)
-    numbers["prokl/skipped"] = float(sum(gained["skipped"].values()))
-    for count in ("clipped", "skipped"):
-        if numbers[f"prokl/{count}"]:
-            worst[f"prokl/{count}"] = gained[count].most_common(1)[0][0]
-    return numbers, worst
-
-
-def _of_missing(without: Sequence[str], moving: int, *, begun: bool) -> list[str]:
-    """Say what weights without a gradient mean, of ``moving`` that may move."""
-    if not without:
-        return []
-    if len(without) < moving:
-        return [
+def _words(
+    of: Mapping[str, float],
+    worst: Mapping[str, str],
+    matrices: Mapping[str, Mapping[str, float]],
+    gained: Mapping[str, Counter[str]],
+    without: Sequence[str],
+    moving: int,
+) -> Iterator[str]:
+    """Say what looks wrong about the numbers, and about the weights ``without`` a gradient of ``moving``."""
+    if without and len(without) < moving:
+        yield (
             f"{len(without)} of {moving} weights have no gradient ({_some(without)}) and do not move. Freeze what is "
             "not to be trained, requires_grad_(False); else see why the loss does not depend on it."
-        ]
-    if begun:
-        return [
+        )
+    elif without and matrices:
+        yield (
             "No weight has a gradient, so nothing is known of the update. Call health() between backward() and step()."
-        ]
-    return [
-        f"None of the {moving} weights has a gradient, nor has had one. If backward() has run, the optimizer was made "
-        "of other weights than those that are trained: make it after the model is copied, loaded, wrapped or sharded."
-    ]
-
-
-def _of_waiting(now: Mapping[str, int], before: Mapping[str, int]) -> list[str]:
-    """Say which matrices had not begun at the last call, nor have by now, although others have stepped for long."""
-    waiting = [name for name, step in now.items() if step < 0 and before.get(name, 0) < 0]
-    if not waiting or max(before.values()) < EARLY:
-        return []
-    return [
-        f"{_some(waiting)}: no gradient has been usable so far, while others have stepped. They were zero, not finite, "
-        "or too small to square. See whether the weight is used, and the loss scale."
-    ]
-
-
-def _of_updates(matrices: Mapping[str, Mapping[str, float]], count: int) -> list[str]:
-    """Say that the update is too large, if it is for most of ``count`` matrices, begun or not."""
-    ratios = {name: figures.get("update_to_weight", 0.0) for name, figures in matrices.items()}
+        )
+    elif without:
+        yield (
+            f"None of the {moving} weights has a gradient, nor has had one. If backward() has run, the optimizer was "
+            "made of other weights than those that are trained: make it after the model is copied, loaded, wrapped or "
+            "sharded."
+        )
+    count, ratios = len(gained["steps"]), {name: own.get("update_to_weight", 0.0) for name, own in matrices.items()}
     large = [name for name, ratio in ratios.items() if ratio > LARGE_UPDATE]
-    if 2 * len(large) <= count:
-        return []
-    name = max(large, key=lambda name: ratios[name])
-    return [
-        f"The coming step moves {len(large)} of {count} matrices by more than {LARGE_UPDATE:.0%} of their size, {name} "
-        f"by {ratios[name]:.0%}. Lower lr, or warm it up."
-    ]
+    if 2 * len(large) > count:  # of all matrices, begun or not
+        name = max(large, key=lambda name: ratios[name])
+        yield (
+            f"The coming step moves {len(large)} of {count} matrices by more than {LARGE_UPDATE:.0%} of their size, "
+            f"{name} by {ratios[name]:.0%}. Lower lr, or warm it up."
+        )
+    if math.isnan(of.get("whitened_size_worst", 0.0)):
+        yield (
+            f"The gradient of {worst['whitened_size_worst']} is not finite, so the coming step leaves it as it is. "
+            "Skip steps whose loss is not finite, and look at the batch, the loss scale and the rates."
+        )
+    if of["skipped"]:
+        yield (
+            f"Gradients that were not finite since the last call: {of['skipped']:.0f}, {_whose(gained['skipped'])}. "
+            "They moved nothing. Skip steps whose loss is not finite, and look at the batches, the loss scale and the "
+            "rates."
+        )
+    if of["clipped"] > MANY_CLIPPED and sum(gained["steps"].values()) >= EARLY * len(matrices):
+        yield (
+            f"clip_threshold bounded {of['clipped']:.0%} of the steps since the last call, "
+            f"{_whose(gained['clipped'])}: gradients are far larger than those before them. Lower lr, and look for "
+            "batches of another kind."
+        )
+    if of.get("idle_rows_worst", 0.0) >= MANY_IDLE:
+        yield (
+            f"{of['idle_rows_worst']:.0%} of the gradient's rows or columns are zero in {worst['idle_rows_worst']}. If "
+            "it is an embedding, give it to AdamW; else see which inputs or units are always zero."
+        )
+    if of.get("orthogonality_worst", 0.0) > NO_BASIS:
+        yield (
+            f"A basis of {worst['orthogonality_worst']} is off orthogonality by {of['orthogonality_worst']:.2g}. Load "
+            "the last checkpoint. If it comes again with state_dtype=torch.bfloat16, keep the state in float32."
+        )
 
 
 def _whose(counts: Counter[str]) -> str:
@@ -203,43 +209,6 @@ def _whose(counts: Counter[str]) -> str:
     largest = max(counts.values())
     names = [name for name, count in counts.items() if count == largest]
     return f"most of {names[0]}" if len(names) == 1 else f"{largest} each of {_some(names)}"
-
-
-def _of_numbers(
-    numbers: Mapping[str, float], worst: Mapping[str, str], gained: Mapping[str, Counter[str]], steps: float
-) -> list[str]:
-    """Say which numbers are beyond what healthy runs have; ``steps`` of a matrix are counted in ``clipped``."""
-    of = {key.removeprefix("prokl/"): value for key, value in numbers.items()}
-    name = {key.removeprefix("prokl/"): value for key, value in worst.items()}
-    words = []
-    if math.isnan(of.get("whitened_size_worst", 0.0)):
-        words.append(
-            f"The gradient of {name['whitened_size_worst']} is not finite, so the coming step leaves it as it is. Skip "
-            "steps whose loss is not finite, and look at the batch, the loss scale and the rates."
-        )
-    if of["skipped"]:
-        words.append(
-            f"Gradients that were not finite since the last call: {of['skipped']:.0f}, {_whose(gained['skipped'])}. "
-            "They moved nothing. Skip steps whose loss is not finite, and look at the batches, the loss scale and the "
-            "rates."
-        )
-    if of["clipped"] > MANY_CLIPPED and steps >= EARLY:
-        words.append(
-            f"clip_threshold bounded {of['clipped']:.0%} of the steps since the last call, "
-            f"{_whose(gained['clipped'])}: gradients are far larger than those before them. Lower lr, and look for "
-            "batches of another kind."
-        )
-    if of.get("idle_rows_worst", 0.0) >= MANY_IDLE:
-        words.append(
-            f"{of['idle_rows_worst']:.0%} of the gradient's rows or columns are zero in {name['idle_rows_worst']}. If "
-            "it is an embedding, give it to AdamW; else see which inputs or units are always zero."
-        )
-    if of.get("orthogonality_worst", 0.0) > NO_BASIS:
-        words.append(
-            f"A basis of {name['orthogonality_worst']} is off orthogonality by {of['orthogonality_worst']:.2g}. Load "
-            "the last checkpoint. If it comes again with state_dtype=torch.bfloat16, keep the state in float32."
-        )
-    return words
 
 
 def _some(names: Sequence[str]) -> str:

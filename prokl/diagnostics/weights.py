@@ -28,8 +28,6 @@ class Batch:
     names: list[str]
     shapes: list[MatrixShape]
     """Shapes as PyTorch holds the matrices: a weight and the transpose of another share a batch."""
-    rank: int
-    """Effective rank; 0 where the method has none."""
     has_gradient: list[bool]
     """Matrices that have a gradient."""
     gradient: Tensor | None
@@ -40,16 +38,6 @@ class Batch:
     """The keys that were asked for, as in :mod:`prokl.algorithm.reference`, each with a leading B."""
     group: dict[str, Any]
     method: Method[Any]
-
-    @property
-    def m(self) -> int:
-        """Short side."""
-        return self.shapes[0].m
-
-    @property
-    def n(self) -> int:
-        """Long side."""
-        return self.shapes[0].n
 
 
 class Wrapper(Protocol):
@@ -76,9 +64,14 @@ def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
     return optimizer
 
 
-def engine_of(optimizer: MatrixOptimizer | Wrapper) -> Engine:
-    """Return the engine of an optimizer, of a divided one that of what this rank steps; errors as above."""
-    return unwrapped(optimizer).engine
+def named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Weight, str | None]]:
+    """Yield every weight with its name: the optimizer's, the model's, or its place; None where the model lacks it."""
+    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
+    place: dict[int, int] = {}
+    for weight in weights_of(groups):
+        i = place[weight.group_index] = place.get(weight.group_index, -1) + 1
+        own = weight.name if "param_names" in weight.group else None
+        yield weight, own or names.get(weight.p) or (f"group{weight.group_index}.{i}" if model is None else None)
 
 
 def batches(
@@ -96,9 +89,9 @@ def batches(
         ValueError: a weight without a name is not in ``model``.
     """
     alike: dict[tuple[Any, ...], list[Member]] = {}
-    for weight, name in _named(engine.groups, model):
+    for weight, name in named(engine.groups, model):
         for member in engine.members(weight) if weight.matrix else ():
-            if not _begun(member, engine.state.get(weight.p, {})):
+            if max(clock(member, engine.state.get(weight.p, {}))) < 0:
                 continue
             if name is None:
                 raise ValueError(f"Invalid model: {weight.name} is not in it; pass the one that is trained.")
@@ -107,87 +100,35 @@ def batches(
     for (index, m, n, rank, dtype, device), members in alike.items():
         group = engine.groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
+        kept = [key for key in engine.method.state_shapes(m, n, rank, group) if keys is None or key in keys]
         each = engine.method.workspace(m, n, rank) * arithmetic.itemsize
         for run in runs(members, each, workspace(device)):
-            yield _batch(engine, group, rank, arithmetic, run, keys, gradients)
-
-
-def _named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Weight, str | None]]:
-    """Yield every weight with its name: the optimizer's, the model's, or its place; None where the model lacks it."""
-    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
-    place: dict[int, int] = {}
-    for weight in weights_of(groups):
-        i = place[weight.group_index] = place.get(weight.group_index, -1) + 1
-        own = weight.name if "param_names" in weight.group else None
-        yield weight, own or names.get(weight.p) or (f"group{weight.group_index}.{i}" if model is None else None)
-
-
-def without_gradient(optimizer: MatrixOptimizer, model: nn.Module | None) -> tuple[list[str], int]:
-    """Name the weights, AdamW's too, that may move and have no gradient; count those that may move."""
-    moving = [(weight, name) for weight, name in _named(optimizer.param_groups, model) if weight.p.requires_grad]
-    return [name or weight.name for weight, name in moving if weight.p.grad is None], len(moving)
-
-
-def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
-    """Return the steps of every matrix by its name; -1 before its first usable gradient, if it may move."""
-    found = {}
-    for weight, name in _named(engine.groups, model):
-        for member in engine.members(weight) if weight.matrix else ():
-            for b, step in enumerate(clock(member, engine.state.get(weight.p, {}))):
-                if step >= 0 or may_move(weight.p):
-                    found[_matrix(member, (name or weight.name) + member.suffix, b)] = step
-    return found
-
-
-def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
-    """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
-    found: dict[str, Tensor] = {}
-    for weight, name in _named(engine.groups, model):
-        own = {k: v for k, v in engine.state.get(weight.p, {}).items() if k.partition(".")[0] == "skipped"}
-        if weight.p in engine.adamw.skipped:
-            own["skipped"] = torch.as_tensor(engine.adamw.skipped[weight.p])
-        found |= {(name or weight.name) + key.removeprefix("skipped"): value for key, value in own.items()}
-    return found
-
-
-def _matrix(member: Member, name: str, b: int) -> str:
-    """Return the name of matrix ``b`` of a piece of this name."""
-    return f"{name}[{b}]" if member.p.ndim == 3 else name
-
-
-def _begun(member: Member, state: dict[str, Any]) -> list[int]:
-    """List the matrices of a member that have had their first usable gradient."""
-    return [b for b, step in enumerate(clock(member, state)) if step >= 0]
+            yield _batch(engine, group, arithmetic, run, kept, gradients)
 
 
 def _batch(
     engine: Engine,
     group: dict[str, Any],
-    rank: int,
     arithmetic: torch.dtype,
     members: list[Member],
-    keys: Collection[str] | None,
+    keys: Collection[str],
     with_gradients: bool,
 ) -> Batch:
     names, shapes, has_gradient = [], [], []
     gradients: list[Tensor] = []
     sizes: list[Tensor] = []
-    parts: dict[str, list[Tensor]] = {}
-    shape = members[0].shape
-    kept = engine.method.state_shapes(shape.m, shape.n, rank, group)
-    state_keys = [key for key in kept if keys is None or key in keys]
+    parts: dict[str, list[Tensor]] = {key: [] for key in keys}
     for member in members:
         p, shape, entry = member.p, member.shape, engine.state[member.p]
-        begun = _begun(member, entry)
+        begun = [b for b, step in enumerate(clock(member, entry)) if step >= 0]
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
-        for b in begun:
-            names.append(_matrix(member, member.name, b))
-            shapes.append(shape)
-            has_gradient.append(p.grad is not None)
-        for key in state_keys:
+        names += [matrix_name(member, member.name, b) for b in begun]
+        shapes += [shape] * len(begun)
+        has_gradient += [p.grad is not None] * len(begun)
+        for key in keys:
             value = entry[key + member.suffix]
             dtype = value.dtype if key == "M_Q" else arithmetic  # as the step has them
-            parts.setdefault(key, []).append((value[rows] if p.ndim == 3 else value[None]).detach().to(dtype))
+            parts[key].append((value[rows] if p.ndim == 3 else value[None]).detach().to(dtype))
         if not with_gradients:
             continue
         if p.grad is None:
@@ -199,9 +140,36 @@ def _batch(
             G = shape.oriented(p.grad.detach()).to(arithmetic)
             squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
             gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
-    gradient = torch.cat(gradients) if with_gradients and any(has_gradient) else None
-    if gradient is not None and group["maximize"]:
-        gradient = -gradient
-    weight_rms = torch.cat(sizes) if gradient is not None else None
+    gradient = weight_rms = None
+    if with_gradients and any(has_gradient):
+        gradient, weight_rms = torch.cat(gradients), torch.cat(sizes)
+        gradient = -gradient if group["maximize"] else gradient
     state = {key: torch.cat(values) for key, values in parts.items()}
-    return Batch(names, shapes, rank, has_gradient, gradient, weight_rms, state, group, engine.method)
+    return Batch(names, shapes, has_gradient, gradient, weight_rms, state, group, engine.method)
+
+
+def matrix_name(member: Member, name: str, b: int) -> str:
+    """Return the name of matrix ``b`` of a piece of this name."""
+    return f"{name}[{b}]" if member.p.ndim == 3 else name
+
+
+def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
+    """Return the steps of every matrix by its name; -1 before its first usable gradient, if it may move."""
+    found = {}
+    for weight, name in named(engine.groups, model):
+        for member in engine.members(weight) if weight.matrix else ():
+            for b, step in enumerate(clock(member, engine.state.get(weight.p, {}))):
+                if step >= 0 or may_move(weight.p):
+                    found[matrix_name(member, (name or weight.name) + member.suffix, b)] = step
+    return found
+
+
+def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
+    """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
+    found: dict[str, Tensor] = {}
+    for weight, name in named(engine.groups, model):
+        own = {k: v for k, v in engine.state.get(weight.p, {}).items() if k.partition(".")[0] == "skipped"}
+        if weight.p in engine.adamw.skipped:
+            own["skipped"] = torch.as_tensor(engine.adamw.skipped[weight.p])
+        found |= {(name or weight.name) + key.removeprefix("skipped"): value for key, value in own.items()}
+    return found
