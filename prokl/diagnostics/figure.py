@@ -9,7 +9,6 @@ from torch import nn
 
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.diagnostics.report import spectra
-from prokl.diagnostics.weights import Wrapper
 from prokl.matrix_optimizer import MatrixOptimizer
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot(
-    optimizer: MatrixOptimizer | Wrapper,
+    optimizer: MatrixOptimizer | Any,
     path: str | PathLike[str] | None = None,
     model: nn.Module | None = None,
     *,

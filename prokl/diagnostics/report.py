@@ -9,6 +9,7 @@ Dimension key: B matrices, m short side, n long side, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from prokl.algorithm.settings import RANK, check
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import on_device, without_autocast
 from prokl.backends.io import in_float32
-from prokl.diagnostics.weights import Batch, Wrapper, batches, unwrapped
+from prokl.diagnostics.weights import Batch, batches, unwrapped
 from prokl.engine.engine import Engine
 from prokl.matrix_optimizer import MatrixOptimizer
 
@@ -32,7 +33,7 @@ FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_la
 
 @torch.no_grad()
 @without_autocast
-def scalars(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, float]:
+def scalars(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dict[str, float]:
     """Return figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
 
     A matrix begins with its first usable gradient: before the first step the dictionary is empty.
@@ -60,14 +61,14 @@ def scalars(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None
 
 
 @torch.no_grad()
-def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
+def eigenvalues(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
     """Return every begun matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
 
     Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
     "mu", (1,), which counts n - r times. Arguments and errors as in :func:`scalars`.
     """
     names, roots = [], []
-    for batch in batches(unwrapped(optimizer).engine, model, FACTORS.values(), gradients=False):
+    for batch in batches(unwrapped(optimizer).engine, model):
         kept = {factor: batch.state[key] for factor, key in FACTORS.items() if key in batch.state}
         names.append(batch.names)
         roots.append({factor: value.reshape(len(batch.names), -1) for factor, value in kept.items()})
@@ -79,7 +80,7 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
 
 
 def spectra(
-    optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, *, rank: Rank = "auto"
+    optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, *, rank: Rank = "auto"
 ) -> dict[str, dict[str, Tensor]]:
     """Return eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
 
@@ -107,14 +108,14 @@ def spectra(
 
 @torch.no_grad()
 @without_autocast
-def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, Tensor]:
+def phi(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dict[str, Tensor]:
     """Return Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
 
     On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
     average over several, as the paper does over ten. Arguments and errors as in :func:`scalars`.
     """
     by_weight: dict[str, Tensor] = {}
-    for batch in batches(unwrapped(optimizer).engine, model, ("Q_L", "inv_sqrt_lambda_L")):
+    for batch in batches(unwrapped(optimizer).engine, model):
         if batch.gradient is not None:
             Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
             moments = Y.mT @ Y

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 
 from prokl.backends.device import without_autocast
 from prokl.diagnostics.report import figures_of
-from prokl.diagnostics.weights import Wrapper, clocks, named, skips, unwrapped
+from prokl.diagnostics.weights import clocks, named, skips, unwrapped
 from prokl.matrix_optimizer import MatrixOptimizer
 
 MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
@@ -56,17 +57,15 @@ class Health:
 
 @torch.no_grad()
 @without_autocast
-def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, since: Health | None = None) -> Health:
+def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, since: Health | None = None) -> Health:
     """Return a dozen numbers for the whole optimizer, and in words what looks wrong; waits for the device once.
 
     Call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``. Numbers that nothing is there for are
     left out: before the first step, without gradients, and of a method without a subspace.
 
-    Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`:
-    ``update_to_weight_median`` and ``_worst``, lr ||D||/||W|| for the coming update D; ``whitened_size_median`` and
-    ``_worst``; ``spread_L_median`` and ``_worst``; ``subspace_share_median``; ``idle_rows_worst``;
-    ``orthogonality_worst``, of all bases. NaN is worse than any number, and no part of a median. A weight of zeros has
-    no ``update_to_weight``.
+    Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`; of the
+    orthogonality of all bases. NaN is worse than any number, and no part of a median. A weight of zeros has no
+    ``update_to_weight``.
 
     Counts: ``clipped``, the share of the steps since the last call that ``clip_threshold`` bounded; ``skipped``, the
     gradients since then that were not finite; ``without_gradient``, the weights that may move, AdamW's too, and have

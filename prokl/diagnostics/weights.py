@@ -5,9 +5,9 @@ Dimension key: B matrices, m short side, n long side.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +31,16 @@ class Batch:
     has_gradient: list[bool]
     """Matrices that have a gradient."""
     gradient: Tensor | None
-    """(B,m,n), zero for the others; None when there is none at all, or they were not asked for."""
+    """(B,m,n), zero for the others; None when there is none at all."""
     weight_rms: Tensor | None
     """(B,), root mean square of the weights as they are; None with ``gradient``."""
     state: dict[str, Tensor]
-    """The keys that were asked for, as in :mod:`prokl.algorithm.reference`, each with a leading B."""
+    """As in :mod:`prokl.algorithm.reference`, each key with a leading B."""
     group: dict[str, Any]
     method: Method[Any]
 
 
-class Wrapper(Protocol):
-    """An object that a trainer puts around an optimizer, as Accelerate and Lightning do."""
-
-    @property
-    def optimizer(self) -> Any:
-        """The wrapped object: an optimizer, or another wrapper."""
-
-
-def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
+def unwrapped(optimizer: Any) -> MatrixOptimizer:
     """Return the optimizer itself, out of a trainer's wrappers.
 
     Raises:
@@ -74,16 +66,8 @@ def named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tup
         yield weight, own or names.get(weight.p) or (f"group{weight.group_index}.{i}" if model is None else None)
 
 
-def batches(
-    engine: Engine, model: nn.Module | None, keys: Collection[str] | None = None, *, gradients: bool = True
-) -> Iterator[Batch]:
+def batches(engine: Engine, model: nn.Module | None) -> Iterator[Batch]:
     """Yield the matrices that have begun, stacked; no batch is larger than what is stepped together.
-
-    Args:
-        engine: whose.
-        model: names the weights of an optimizer that was made without names.
-        keys: state to stack; None stacks all of it.
-        gradients: whether to stack the gradients.
 
     Raises:
         ValueError: a weight without a name is not in ``model``.
@@ -100,19 +84,14 @@ def batches(
     for (index, m, n, rank, dtype, device), members in alike.items():
         group = engine.groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
-        kept = [key for key in engine.method.state_shapes(m, n, rank, group) if keys is None or key in keys]
+        keys = engine.method.state_shapes(m, n, rank, group).keys()
         each = engine.method.workspace(m, n, rank) * arithmetic.itemsize
         for run in runs(members, each, workspace(device)):
-            yield _batch(engine, group, arithmetic, run, kept, gradients)
+            yield _batch(engine, group, arithmetic, run, keys)
 
 
 def _batch(
-    engine: Engine,
-    group: dict[str, Any],
-    arithmetic: torch.dtype,
-    members: list[Member],
-    keys: Collection[str],
-    with_gradients: bool,
+    engine: Engine, group: dict[str, Any], arithmetic: torch.dtype, members: list[Member], keys: Iterable[str]
 ) -> Batch:
     names, shapes, has_gradient = [], [], []
     gradients: list[Tensor] = []
@@ -129,8 +108,6 @@ def _batch(
             value = entry[key + member.suffix]
             dtype = value.dtype if key == "M_Q" else arithmetic  # as the step has them
             parts[key].append((value[rows] if p.ndim == 3 else value[None]).detach().to(dtype))
-        if not with_gradients:
-            continue
         if p.grad is None:
             gradients.append(torch.zeros(len(begun), shape.m, shape.n, dtype=arithmetic, device=p.device))
             sizes.append(torch.zeros(len(begun), dtype=arithmetic, device=p.device))
@@ -141,7 +118,7 @@ def _batch(
             squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
             gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
     gradient = weight_rms = None
-    if with_gradients and any(has_gradient):
+    if any(has_gradient):
         gradient, weight_rms = torch.cat(gradients), torch.cat(sizes)
         gradient = -gradient if group["maximize"] else gradient
     state = {key: torch.cat(values) for key, values in parts.items()}
