@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from prokl.backends import toolkit
+import torch
+
+import prokl
+from prokl import ops
+from prokl.backends import extension, toolkit
 
 Line = tuple[str, Callable[[], str]]
 """A key, which stays the same from release to release, and what finds out."""
-FAILED = "cannot tell: "
 
 
 def describe(find_out: Callable[[], str]) -> str:
@@ -23,20 +26,8 @@ def describe(find_out: Callable[[], str]) -> str:
     try:
         text = find_out()
     except Exception as error:
-        text = f"{FAILED}{type(error).__name__}: {error}"
+        text = f"cannot tell: {type(error).__name__}: {error}"
     return " ".join(text.split())
-
-
-def _prokl() -> str:
-    import prokl
-
-    return f"{prokl.__version__} ({os.path.dirname(prokl.__file__)})"
-
-
-def _torch() -> str:
-    import torch
-
-    return f"{torch.__version__}, built with {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
 
 
 def _triton() -> str:
@@ -55,8 +46,6 @@ def _nvcc() -> str:
 
 
 def _extension() -> str:
-    from prokl.backends import extension
-
     module, reason = extension.load()
     if module is None:
         return str(reason)
@@ -64,50 +53,32 @@ def _extension() -> str:
 
 
 def _gpu(index: int) -> str:
-    import torch
-
     device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def _step(device: str) -> str:
-    from prokl import ops
-
-    return ops.explain(None, device)
-
-
-def _qr(device: str) -> str:
-    from prokl import ops
-
-    return ops.explain_qr(device)
-
-
-def _gpus() -> tuple[int, str]:
-    """Count the GPUs, and return what to say where there is none."""
-    import torch
-
-    try:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except Exception as error:
-        return 0, f"{FAILED}{type(error).__name__}: {error}"
-    return count, "none: torch sees no CUDA device"
-
-
 def lines() -> list[Line]:
     """List what is installed, and what runs where."""
-    gpus, none = _gpus()
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     report: list[Line] = [
         ("python", lambda: f"{platform.python_version()} ({sys.executable})"),
-        ("prokl", _prokl),
-        ("torch", _torch),
+        ("prokl", lambda: f"{prokl.__version__} ({os.path.dirname(str(prokl.__file__))})"),
+        ("torch", lambda: f"{torch.__version__}, built with {cuda}"),
         ("triton", _triton),
         ("nvcc", _nvcc),
         ("extension", _extension),
     ]
+    try:
+        gpus, none = torch.cuda.device_count() if torch.cuda.is_available() else 0, "none: torch sees no CUDA device"
+    except Exception as error:
+        gpus, none = 0, f"cannot tell: {type(error).__name__}: {error}"
     report += [(f"gpu {index}", partial(_gpu, index)) for index in range(gpus)] or [("gpu", lambda: none)]
     for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
-        report += [(f"{device} step", partial(_step, device)), (f"{device} qr", partial(_qr, device))]
+        report += [
+            (f"{device} step", partial(ops.explain, None, device)),
+            (f"{device} qr", partial(ops.explain_qr, device)),
+        ]
     return report
 
 
