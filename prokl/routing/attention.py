@@ -34,43 +34,36 @@ class NotByHeads(Exception):
     """Says why a weight is not divided by heads."""
 
 
-def roles(o: Owner, count: int) -> str:
-    """Return a letter for each of ``count`` pieces of a weight, as "qkv"; "" where none makes queries or keys.
-
-    "*" is one that makes all three, head by head.
-    """
-    layer = o.attr == "weight" and o.path
-    name = o.path[-1] if layer else o.attr
-    if count == 1 and name == "query_key_value" and type(_holders(o)[0]).__name__ in SIDE_BY_SIDE:
-        return "*"
-    if count == 1:
-        named = PROJECTION.fullmatch(name)
-        if named is None or o.p.ndim > 3 or (not layer and name == named[1]):  # a parameter q may be a table of queries
-            return ""
-        role = named[1][0]
-        return role if role == "q" or _rows_beside(o, "q", False) else ""  # RWKV's key is no attention's
-    fused = {2: (KV, "kv"), 3: (QKV, "qkv")}.get(count)
-    return fused[1] if fused and (o.in_proj or fused[0].fullmatch(name)) else ""
-
-
-def divided(o: Owner, transposed: bool, letters: str, sizes: Sequence[int], told: int | None) -> tuple[list[int], str]:
+def by_heads(
+    owners: Sequence[Owner], transposed: bool, sizes: Sequence[int], told: int | None, unsplit: bool
+) -> tuple[list[int] | None, str]:
     """Divide the queries and keys of a weight by heads.
 
     Args:
-        o: one of its names.
+        owners: its names.
         transposed: whether it is stored (in, out).
-        letters: its pieces' :func:`roles`.
-        sizes: its pieces' rows.
+        sizes: the rows of its pieces.
         told: how many heads its first piece has; None for what modules say.
+        unsplit: whether its name is that of several matrices, and it is one piece.
 
     Returns:
-        The rows of all pieces, and the heads in words, as "12 × 64".
+        The rows of all pieces, and what the table says: None and "" where none makes queries or keys.
 
     Raises:
         NotByHeads: the number is not known, or does not fit the rows.
     """
-    letters = letters or "q"  # the whole, as told by hand
-    rows = {role: size for role, size in zip(letters, sizes, strict=True) if role != "v"}
+    o, letters = next(((o, roles) for o in owners if (roles := _roles(o, len(sizes)))), (owners[0], ""))
+    if told is None and not letters:
+        return None, ""
+    if o.p.ndim > 3:
+        raise NotByHeads("it is a convolution, which stays whole")
+    if not letters and (unsplit or len(sizes) > 1):
+        raise NotByHeads(
+            "which of its rows are queries and keys is not known, so give split=: 3 for q, k and v one after another, "
+            "2 for k and v, or all sizes"
+        )
+    of_which = {"*": "q, k and v ", "qkv": "q and k ", "kv": "k "}.get(letters, "")
+    rows = {role: size for role, size in zip(letters or "q", sizes, strict=True) if role != "v"}
     if letters == "*":
         rows = {role: sizes[0] // 3 + sizes[0] % 3 * (role == "v") for role in "qkv"}
     first = next(iter(rows))
@@ -87,13 +80,30 @@ def divided(o: Owner, transposed: bool, letters: str, sizes: Sequence[int], told
             raise NotByHeads(f"{heads} are not the {size} rows{f' of {role}' * (len(rows) > 1)}")
     if width < 2:
         raise NotByHeads(f"each of {counts[first]} would be one row")
-    if letters == "*":
-        return [width] * (3 * counts["q"]), f"{counts['q']} × {width}"
-    found: list[int] = []
-    for role, size in zip(letters, sizes, strict=True):
-        found += [width] * counts[role] if role in rows else [size]
+    divided: list[int] = [width] * (3 * counts["q"]) if letters == "*" else []
+    for role, size in zip(letters or "q", sizes, strict=True) if letters != "*" else ():
+        divided += [width] * counts[role] if role in rows else [size]
     numbers = dict.fromkeys(str(counts[role]) for role in rows)  # of keys there may be fewer
-    return found, f"{' and '.join(numbers)} × {width}"
+    return divided, f"; {of_which}by heads: {' and '.join(numbers)} × {width}"
+
+
+def _roles(o: Owner, count: int) -> str:
+    """Return a letter for each of ``count`` pieces of a weight, as "qkv"; "" where none makes queries or keys.
+
+    "*" is one that makes all three, head by head.
+    """
+    layer = o.attr == "weight" and o.path
+    name = o.path[-1] if layer else o.attr
+    if count == 1 and name == "query_key_value" and type(_holders(o)[0]).__name__ in SIDE_BY_SIDE:
+        return "*"
+    if count == 1:
+        named = PROJECTION.fullmatch(name)
+        if named is None or o.p.ndim > 3 or (not layer and name == named[1]):  # a parameter q may be a table of queries
+            return ""
+        role = named[1][0]
+        return role if role == "q" or _rows_beside(o, "q", False) else ""  # RWKV's key is no attention's
+    fused = {2: (KV, "kv"), 3: (QKV, "qkv")}.get(count)
+    return fused[1] if fused and (o.in_proj or fused[0].fullmatch(name)) else ""
 
 
 def _stated(o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -15,13 +15,11 @@ from torch import nn
 
 from prokl.algorithm.settings import FLAG, check, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
-from prokl.routing.attention import QKV, NotByHeads, divided, roles
+from prokl.routing.attention import QKV, NotByHeads, by_heads
 from prokl.routing.owners import Owner
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import Route
 
-BY_HEADS = True
-"""True if query and key projections divide by heads where nothing else is told."""
 EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}
 """Classes of transformers whose stacks are (expert, in, out)."""
 FUSED: dict[tuple[str, str], int | Literal["grouped"]] = {
@@ -103,7 +101,7 @@ class Layouts:
                 f'Invalid heads={heads!r}: must be True, False or numbers by pattern of names, as {{"*.q.weight": 12}}.'
             )
         told = heads if isinstance(heads, Mapping) else {}
-        self._split_fused, self._by_heads = split_fused, BY_HEADS if isinstance(heads, Mapping) else heads
+        self._split_fused, self._by_heads = split_fused, heads is not False
         self._transposed = quoted("transposed", transposed, names)
         self._split = quoted("split", split, names)
         self._heads = quoted("heads", told, names)
@@ -141,9 +139,19 @@ class Layouts:
         if split is not None:
             note += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         unsplit = split is None and by_hand is None and any(map(_named_as_fused, owners))
-        by_heads, words = self._heads_of(owners, transposed, sizes, counted, unsplit)
-        if by_heads is not None:
-            sizes = by_heads
+        divided, words, told = None, "", self._counts.get(counted)
+        try:
+            if told != 1 and (told or self._by_heads):
+                divided, words = by_heads(owners, transposed, sizes, told, unsplit)
+        except NotByHeads as why:
+            words = f"; not by heads: {why}"
+            if told:
+                raise ValueError(
+                    f"{counted}: {told} heads do not fit {route.names[0]!r} of shape {route.shape}: {why}. Give a "
+                    "number that divides them, or 1 for a weight that stays as it is."
+                ) from None
+        if divided is not None:
+            sizes = divided
             split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
@@ -156,44 +164,6 @@ class Layouts:
         ranks = tuple(effective_rank(rank, min(size, cols), max(size, cols)) for size in sizes)
         one = ranks[0] if len(set(ranks)) == 1 else ranks
         return replace(route, rank=one, reason=route.reason + note, transposed=transposed, split=split)
-
-    def _heads_of(
-        self,
-        owners: Sequence[Owner],
-        transposed: bool,
-        sizes: Sequence[int],
-        counted: str | None,
-        unsplit: bool,
-    ) -> tuple[list[int] | None, str]:
-        """Return the rows of all pieces where queries or keys divide by heads, and what the table says of them.
-
-        Raises:
-            ValueError: a number that was told does not fit.
-        """
-        told = self._counts.get(counted)
-        if told == 1 or (told is None and not self._by_heads):
-            return None, ""
-        o, letters = next(((o, found) for o in owners if (found := roles(o, len(sizes)))), (owners[0], ""))
-        if told is None and not letters:
-            return None, ""
-        try:
-            if o.p.ndim > 3:
-                raise NotByHeads("it is a convolution, which stays whole")
-            if not letters and (unsplit or len(sizes) > 1):
-                raise NotByHeads(
-                    "which of its rows are queries and keys is not known, so give split=: 3 for q, k and v one after "
-                    "another, 2 for k and v, or all sizes"
-                )
-            rows, words = divided(o, transposed, letters, sizes, told)
-        except NotByHeads as why:
-            if counted is None:
-                return None, f"; not by heads: {why}"
-            raise ValueError(
-                f"{counted}: {told} heads do not fit {owners[0].name!r} of shape {tuple(o.p.shape)}: {why}. Give a "
-                "number that divides them, or 1 for a weight that stays as it is."
-            ) from None
-        of_which = {"*": "q, k and v ", "qkv": "q and k ", "kv": "k "}.get(letters, "")
-        return rows, f"; {of_which}by heads: {words}"
 
     def finish(self) -> str | None:
         """Return a warning of weights that look like q, k and v in one, or None.

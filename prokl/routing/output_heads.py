@@ -39,7 +39,8 @@ class OutputHeads:
 
     def __init__(self, model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
         held = [o for of_p in owners.values() for o in of_p]
-        modules = [(_path(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+        named = [(unwrapped_name(name).lower(), m) for name, m in model.named_modules(remove_duplicate=False)]
+        modules = [(tuple(name.split(".")) if name else (), module) for name, module in named]
         matrices = [o for o in held if o.p.ndim >= 2 and not (o.norm or o.embedding)]
         self._layers = dict.fromkeys(o.path for o in held if o.layer)
         self._inputs = {size for o in held for size in _inputs(o)}
@@ -87,22 +88,26 @@ class OutputHeads:
         """
         paths = {module: path for path, module in modules}
 
-        def state(head: Path, why: str) -> None:
-            inside = [path for path in matrices if path[: len(head)] == head]
-            for end in [head] if head in inside else inside[-1:]:
-                self._stated[end] = f"output head, {why}"
+        def state(head: nn.Module, why: str) -> None:
+            if isinstance(head, (nn.ModuleList, nn.ModuleDict)):  # each of them is one
+                for member in head.children():
+                    state(member, why)
+            elif head in paths:
+                inside = [path for path in matrices if path[: len(paths[head])] == paths[head]]
+                for end in [paths[head]] if paths[head] in inside else inside[-1:]:
+                    self._stated[end] = f"output head, {why}"
 
         for module, path in paths.items():
             for method in ASKED:
                 answer = asked(module, method)
                 named = answer if isinstance(answer, (tuple, list)) else [answer]
                 heads = [head for head in named if isinstance(head, nn.Module) and head in paths]
-                for head in _members(heads):
-                    state(paths[head], f"by {method}()")
+                for head in heads:
+                    state(head, f"by {method}()")
                 if heads and method == "get_classifier":
                     self._sure.append(path)
             if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-                for cluster in [(*path, "head"), *((*path, "tail", str(i)) for i in range(module.n_clusters))]:
+                for cluster in (module.head, *module.tail):
                     state(cluster, "cluster of AdaptiveLogSoftmaxWithLoss")
 
     def _counted(self, o: Owner) -> str | None:
@@ -185,11 +190,6 @@ class OutputHeads:
         return [path for path in self._layers if path[: len(container)] == container]
 
 
-def _path(name: str) -> Path:
-    bare = unwrapped_name(name).lower()
-    return tuple(bare.split(".")) if bare else ()
-
-
 def _in_copy(path: Path) -> bool:
     return any(COPY.fullmatch(part) for part in path)
 
@@ -231,12 +231,6 @@ def _given(o: Owner) -> Sequence[int]:
         size: Any = getattr(o.module, "proj_size", 0) or getattr(o.module, "hidden_size", o.p.shape[-1])
         return (size, 2 * size)  # in both directions
     return (_outputs(o),) if o.layer else o.p.shape
-
-
-def _members(heads: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """Return the heads, those that are listed each by itself."""
-    lists = [_members(list(m.children())) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [m] for m in heads]
-    return [m for several in lists for m in several]
 
 
 def _counts(module: nn.Module) -> dict[int, str]:

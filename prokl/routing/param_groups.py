@@ -26,7 +26,7 @@ from prokl.algorithm.settings import (
 )
 from prokl.algorithm.shapes import Rank
 from prokl.algorithm.signatures import with_own_errors
-from prokl.routing.layout import BY_HEADS, Layouts
+from prokl.routing.layout import Layouts
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.owners import Owner, owners_of
 from prokl.routing.patterns import first_match, quoted
@@ -50,7 +50,7 @@ def param_groups(
     split_fused: bool = True,
     split: Mapping[str, int | Sequence[int]] | None = None,
     transposed: Sequence[str] = (),
-    heads: bool | Mapping[str, int] = BY_HEADS,
+    heads: bool | Mapping[str, int] = True,
     names: bool = True,
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
@@ -223,8 +223,7 @@ def _overruled(
     """Return the route of a parameter by rules 1 and 2, or else as the others have ruled."""
     p, name, why = owners[0].p, owners[0].name, untrainable(owners)
     if not p.requires_grad:
-        expanded = any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True))
-        if not names or why or p.is_meta or expanded:
+        if not names or why or p.is_meta or 0 in (p.stride(i) for i, size in enumerate(p.shape) if size > 1):
             reason = "requires_grad is False" + ("" if names else "; add it once it trains")
             return replace(ruled, algorithm="frozen", reason=reason, decays=True, head=False)
     if why:
