@@ -28,9 +28,6 @@ RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
 OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 """This package's."""
 
-ROLES = {"q_proj": "qk", "k_proj": "qk", "v_proj": "v", "o_proj": "o"}
-"""Roles of weights in attention, by layer of :mod:`bench.models`."""
-
 
 @dataclass(frozen=True)
 class Hyper:
@@ -50,8 +47,6 @@ class Hyper:
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
     qk_pieces: int = 1  # equal pieces of the rows of each query and key weight, stepped as weights of their own
     qk_rate: float = 1.0  # times lr: the rate of query and key weights
-    qk_rank: int | None = None  # of their pieces
-    vo_pieces: int = 1  # of the rows of each value weight and of the columns of each output weight
 
 
 @dataclass(frozen=True)
@@ -120,24 +115,17 @@ def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
         rank=h.rank,
         heads=False,  # whole weights, as the paper's and as all recorded rows
     )
-    return [own for group in groups for own in _by_role(group, h)]
-
-
-def _by_role(group: dict[str, Any], h: Hyper) -> list[dict[str, Any]]:
-    """Divide the matrix group where the weights of attention are in pieces or have a rate of their own."""
-    if group["algorithm"] != "matrix" or (h.qk_pieces, h.qk_rate, h.qk_rank, h.vo_pieces) == (1, 1.0, None, 1):
-        return [group]
-    qk, vo = (count if count > 1 else None for count in (h.qk_pieces, h.vo_pieces))
-    of_role: dict[str, dict[str, Any]] = {
-        "qk": {"split": qk, "lr": h.lr * h.qk_rate} | ({} if h.qk_rank is None else {"rank": h.qk_rank}),
-        "v": {"split": vo},
-        "o": {"split": vo, "transposed": vo is not None},  # its columns are what heads give
-        "": {},
-    }
-    members: dict[str, list[Any]] = {role: [] for role in of_role}
-    for name, weight in group["params"]:
-        members[ROLES.get(name.split(".")[-2], "")].append((name, weight))
-    return [group | own | {"params": members[role]} for role, own in of_role.items()]
+    if (h.qk_pieces, h.qk_rate) == (1, 1.0):
+        return groups
+    found = []
+    for group in groups:
+        if group["algorithm"] == "matrix":
+            query_key = [named for named in group["params"] if named[0].split(".")[-2] in ("q_proj", "k_proj")]
+            own = {"split": h.qk_pieces if h.qk_pieces > 1 else None, "lr": h.lr * h.qk_rate}
+            found.append(group | own | {"params": query_key})
+            group = group | {"params": [named for named in group["params"] if named not in query_key]}
+        found.append(group)
+    return found
 
 
 def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[torch.optim.Optimizer]:

@@ -74,26 +74,20 @@ def cautious_adamw(weights: list[Tensor], lr: float, weight_decay: float) -> Opt
 
 
 def in_pieces(make: Callable[..., Optimizer], groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return an optimizer of the pieces of the weights, which share their memory, read as prokl's groups say."""
-
-    def pieces(t: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        return (t.mT if group.get("transposed") else t).chunk(group.get("split") or 1)
-
-    held = [
-        [(W, [torch.nn.Parameter(piece) for piece in pieces(W.detach(), group)]) for _, W in group["params"]]
-        for group in groups
-    ]
-    own = [
-        {"params": [piece for _, its in each for piece in its], "lr": group["lr"]}
-        for group, each in zip(groups, held, strict=True)
-    ]
+    """Return an optimizer of the pieces of the weights' rows, which share their memory, as prokl's groups say."""
+    own, held = [], []
+    for group in groups:
+        count = group.get("split") or 1
+        its = [(W, [torch.nn.Parameter(piece) for piece in W.detach().chunk(count)]) for _, W in group["params"]]
+        own.append({"params": [piece for _, pieces in its for piece in pieces], "lr": group["lr"]})
+        held += its
     made = make(own, **settings)
 
     def take_gradients(*_: Any) -> None:
-        for group, each in zip(groups, held, strict=True):
-            for W, its in each:
-                for piece, gradient in zip(its, pieces(W.grad, group), strict=True):  # type: ignore[arg-type]
-                    piece.grad = gradient
+        for W, pieces in held:
+            assert W.grad is not None
+            for piece, gradient in zip(pieces, W.grad.chunk(len(pieces)), strict=True):
+                piece.grad = gradient
 
     made.register_step_pre_hook(take_gradients)
     return made

@@ -1,17 +1,16 @@
-"""Tables and figures of ``bench.study lengths`` and ``size``: what ``bench.tables --check`` does not hold."""
+"""Tables and figures of ``bench.study lengths``: what ``bench.tables --check`` does not hold."""
 
 import math
 
 import pytest
-from pandas import DataFrame, concat
+from pandas import concat
 
 from bench import rows
 from bench.rows import RESULTS, frame
-from bench.study import figures, size
+from bench.study import figures
 from bench.study import lengths_tables as tables
 from bench.study.lengths import Unit, at_default, units
 from bench.study.scales import TINY
-from bench.training.run import Record
 from tests.test_bench_search import MODEL
 
 
@@ -51,38 +50,3 @@ def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
     other = {"model": MODEL, "steps": 400, "optimizer": "muon", "seed": 0, "lr": 0.02, "adamw_lr": 0.003}
     rows.write(tmp_path / "rows.csv", [other, row | {"lr": unit.lr, "adamw_lr": unit.adamw_lr, "alpha_kl": 0.015}])
     assert units(frame(tmp_path / "rows.csv")) == {diverged: math.inf, unit: 2.0}
-
-
-def test_the_table_has_dashes_for_unknown_parts_of_the_grid():
-    def row(case, lr, loss, base="", seed=0, steps=1000):
-        own = {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed, "steps": steps}
-        return own | {"optimizer_per_model": lr * 10}
-
-    found = [row("Muon", 0.02, 2.5), row("Muon", 0.01333, math.nan), row("KL-Shampoo", 0.005, 2.0)]
-    found += [row("KL-Shampoo", 0.005, 0.1, seed=1), row("Pro-KLShampoo", 0.02, 1.5)]
-    found += [row("r = 24", 0.02, 1.75, base="Pro-KLShampoo"), row("Muon", 0.02, 2.25, steps=1120)]
-    shown = size.size_table(DataFrame(found)).splitlines()[2:]
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in shown}
-    assert cells == {
-        "Pro-KLShampoo": ["0.0133: -, 0.02: 1.500", "-0.500", "", "0.20"],
-        "KL-Shampoo": ["0.00333: -, 0.005: 2.000 / 0.100", "+0.000", "", "0.05"],
-        "Muon": ["0.00889: -, 0.0133: inf, 0.02: 2.500", "+0.500", "", "0.20"],
-        "Pro-KLShampoo, r = 24": ["0.02: 1.750", "", "+0.250", "0.20"],
-        "Muon, 1,120 steps": ["0.02: 2.250", "", "+0.750", "0.20"],
-    }
-    without = [one for one in found if one["case"] != "KL-Shampoo"]
-    assert "| 0.00889: -, 0.0133: inf, 0.02: 2.500 |" in size.size_table(DataFrame(without))
-    assert "|" not in size.size_table(DataFrame())
-
-
-def test_the_cost_is_the_median_period_without_the_first():
-    record = Record([1.0] * 31, [2.0] * 31, [100.0] + [1.0] * 10 + [0.0] * 9 + [10.0] + [70.0] * 10)
-    assert size.cost(record) == 0.5
-    assert size.cost(Record([1.0] * 10, [2.0] * 10, [1.0] * 10)) is None
-
-
-def test_a_diverged_run_is_known_and_above_all(tmp_path):
-    trial = next(size.size({}))
-    key = dict(zip(size.KEY, trial.key, strict=True))
-    rows.write(tmp_path / "rows.csv", [key | {"validation_loss": math.nan, "note": "diverged at step 7"}])
-    assert size.losses_of(tmp_path / "rows.csv") == {trial.key: math.inf}

@@ -1,6 +1,7 @@
 """Optimizers of other packages are built as the comparison says; the packages need not be installed."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import torch
 
 from bench import optimizers, rivals
 from bench.command import UsageError
+from bench.models import CONFIGS, build
 from bench.optimizers import Hyper
 
 
@@ -85,3 +87,56 @@ def test_a_missing_package_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(UsageError, match="pip install pytorch-optimizer$"):
         built("soap")
+
+
+# Queries and keys in pieces and at a rate of their own
+
+
+def llama():
+    torch.manual_seed(0)
+    return build(replace(CONFIGS["llama-tiny"], vocabulary=32))
+
+
+def test_query_and_key_have_the_pieces_and_the_rate_asked_for():
+    hyper = Hyper("pro-klshampoo", 0.01, 0.003, qk_pieces=6, qk_rate=2.0)
+    found = {}
+    for group in optimizers.split(llama(), hyper):
+        for name, _ in group["params"]:
+            found[name.split(".")[-2]] = group["algorithm"], group["lr"], group.get("split")
+    others = dict.fromkeys(("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("matrix", 0.01, None))
+    qk = dict.fromkeys(("q_proj", "k_proj"), ("matrix", 0.02, 6))
+    assert found.items() >= (others | qk).items() and found["embedding"][:2] == ("adamw", 0.003)
+
+
+@pytest.mark.parametrize("method, count", [("adamw", 1), ("muon", 2), ("kl-shampoo", 1)])
+def test_every_method_has_the_rate_of_query_and_key(method, count):
+    own = llama()
+    rest = None if method == "adamw" else 0.003
+    matrices, *others = optimizers.build(own, Hyper(method, 0.01, rest, qk_rate=4.0), None)
+    rates = [group["lr"] for group in matrices.param_groups for _ in group["params"]]
+    assert len(others) == count - 1
+    assert rates.count(0.04) == 2 * own.config.layers and set(rates) <= {0.04, 0.01, 0.003}
+
+
+def test_muon_steps_a_piece_as_a_weight_of_its_own_bit_for_bit():
+    own, other, start = llama(), llama(), llama()
+    matrices, _ = optimizers.build(own, Hyper("muon", 0.01, 0.003, float32=True, momentum=0.9, qk_pieces=6), None)
+    alone = {}
+    for name, p in other.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parts = [torch.nn.Parameter(part) for part in p.detach().split(16)]
+            alone[name] = parts, rivals.Float32Muon(parts, 0.01, weight_decay=0.0, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for name, p in own.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            if name in alone:
+                parts, its = alone[name]
+                for part, grad in zip(parts, p.grad.split(16), strict=True):
+                    part.grad = grad
+                its.step()
+        matrices.step()
+    assert len(alone) == 2 * own.config.layers
+    for name in alone:
+        assert torch.equal(own.get_parameter(name), other.get_parameter(name))
+        assert not torch.equal(own.get_parameter(name), start.get_parameter(name))

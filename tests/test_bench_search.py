@@ -1,7 +1,6 @@
-"""Searches list their runs in order: the paper's comparisons, every length, and the size."""
+"""Searches list their runs in order: the paper's comparisons, and every length."""
 
 import math
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from bench.optimizers import PRO
 from bench.presets import preset
 from bench.rows import RESULTS, frame
-from bench.study import size
 from bench.study.comparisons import COMPARISONS, possible
 from bench.study.lengths import FORMS, FURTHEST, LONG, tuned, units, wanted
 from bench.study.scales import PAPER, TINY
@@ -81,42 +79,3 @@ def test_a_search_without_a_minimum_goes_down_and_ends():
     for loss in (lambda unit: unit.lr, lambda unit: math.inf):
         losses = trained((400,), ("adamw",), (0,), loss=loss)
         assert len(losses) <= 2 * FURTHEST and best(losses, 400, "adamw").lr == min(unit.lr for unit in losses)
-
-
-# The size
-
-
-def sized(loss):
-    """All that is trained by a formula, in its order."""
-    known, order = {}, []
-    while missing := [trial for trial in size.size(known) if trial.key not in known]:
-        order.append(missing[0])
-        known[missing[0].key] = loss(missing[0])
-    return order
-
-
-def test_size_runs_have_first_rates_changes_then_second_rates():
-    order, each = sized(lambda trial: trial.hyper.lr), len(size.RATES)
-    changes, seconds = order[each:][: len(size.CHANGES)], order[each + len(size.CHANGES) :][:each]
-    assert [trial.hyper.lr for trial in order[:each]] == [first for first, second in size.RATES.values()]
-    default = replace(FORMS[PRO].default, rank=None)
-    made = {trial.case: (trial.base, trial.hyper) for trial in changes}
-    assert made == {case: ("Pro-KLShampoo", replace(default, **its)) for case, its in size.CHANGES.items()}
-    assert [trial.hyper.lr for trial in seconds] == [second for first, second in size.RATES.values()]
-    assert len({trial.key for trial in order}) == len(order) == 3 * each + len(size.CHANGES) + 1 + 2
-
-
-def test_size_runs_add_a_third_rate_and_seeds_for_the_best():
-    lowest = {PRO: 0.03, "muon": 0.005926}
-    order = sized(lambda trial: abs(trial.hyper.lr - lowest.get(trial.hyper.method, 9.0)))
-    rates = {}
-    for trial in order:
-        if not trial.base and trial.seed == 0 and not trial.longer:
-            rates.setdefault(trial.case, []).append(trial.hyper.lr)
-    assert (rates["Pro-KLShampoo"], rates["Muon"]) == ([0.01333, 0.02, 0.03], [0.01333, 0.008889, 0.005926])
-    assert rates["SOAP"] == [0.0045, 0.003, 0.00675]  # the higher the better
-    (longer,) = [trial for trial in order if trial.longer]
-    assert (longer.case, longer.hyper.lr, longer.scale.steps) == ("Muon, momentum 0.9", 0.005926, 1124)
-    # of Pro-KLShampoo, Muon with 0.9 and Muon, which all have a loss of 0, the first two
-    second = [(trial.case, trial.hyper.lr) for trial in order if trial.seed == 1]
-    assert second == [("Pro-KLShampoo", 0.03), ("Muon, momentum 0.9", 0.005926)]

@@ -10,7 +10,7 @@ from bench import rows
 from bench.models import gpt2
 from bench.rows import frame
 from bench.study import __main__ as command
-from bench.study import comparisons, lengths, size
+from bench.study import comparisons, lengths
 from bench.study.scales import PAPER, TINY
 from bench.training.run import Run
 from bench.training.shards import write_shard
@@ -82,25 +82,18 @@ def test_a_comparison_has_all_runs_and_repeats_none(shard, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lengths", "size"])
-def test_finished_runs_are_written_and_not_trained_again(name, tmp_path, monkeypatch):
-    wide = size.Trial("a change", "base", size.FORMS["pro-klshampoo"].default)
-    monkeypatch.setattr(size, "LARGER", MICRO)
-    monkeypatch.setattr(size, "size", lambda known: iter([wide]))
+def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     options = ["--models", "gpt2-tiny", "--lengths", "1", "--forms", "adamw", "--seeds", "0"]
-    arguments = [name, *(options if name == "lengths" else []), "--out", tmp_path, "--folder", tmp_path, "--jobs", "1"]
-    assert command.main(list(map(str, arguments))) == 0
-    found = frame(tmp_path / f"{name}.csv")
+    arguments = ["lengths", *options, f"--out={tmp_path}", f"--folder={tmp_path}", "--jobs", "1"]
+    assert command.main(arguments) == 0
+    found = frame(tmp_path / "lengths.csv")
     assert found["validation_loss"].between(1, 6).all() and found["data_sha256"].str.len().eq(64).all()
-    if name == "lengths":
-        assert {unit.steps for unit in lengths.units(found)} == {1} and (found["state_mb"] > 0).all()
-        assert set(frame(tmp_path / "lengths-curves.csv")["step"]) == {0, 1}
-    else:
-        assert list(found["case"]) == ["a change"] and list(found["base"]) == ["base"] and list(found["steps"]) == [4]
-    before = (tmp_path / f"{name}.csv").read_bytes()
+    assert {unit.steps for unit in lengths.units(found)} == {1} and (found["state_mb"] > 0).all()
+    assert set(frame(tmp_path / "lengths-curves.csv")["step"]) == {0, 1}
+    before = (tmp_path / "lengths.csv").read_bytes()
     monkeypatch.setattr(Run, "advance", lambda run: pytest.fail("trained again"))
-    assert command.main(list(map(str, arguments))) == 0 and (tmp_path / f"{name}.csv").read_bytes() == before
+    assert command.main(arguments) == 0 and (tmp_path / "lengths.csv").read_bytes() == before
 
 
 def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monkeypatch):

@@ -1,9 +1,8 @@
 """``python -m bench.study NAME`` makes a table of the paper, or one beside them; NAME ``--help`` has options.
 
 main: the main table, and loss against steps and seconds; ablation: the ablation table and its curves; cosmos: the
-comparison with COSMOS; lengths: every method tuned at every length; size: a model three times as wide, on a fixed
-grid; attention: its weights in pieces and at rates of their own; gpt-124m: GPT-2 124M's shape on a GPU, for as many
-minutes as there are. The last four go on with the recorded rows.
+comparison with COSMOS; lengths: every method tuned at every length; gpt-124m: GPT-2 124M's shape on a GPU, for as many
+minutes as there are. The last two go on with the recorded rows.
 """
 
 import sys
@@ -13,18 +12,16 @@ from typing import Any
 
 from bench import command
 
-NAMES = ("main", "ablation", "cosmos", "lengths", "size", "attention", "gpt-124m")
+NAMES = ("main", "ablation", "cosmos", "lengths", "gpt-124m")
 
 
 def compare(name: str, argv: Sequence[str]) -> int:
     """Run what takes tyro and pandas."""
-    from bench.study import attention, comparisons, lengths, size
+    from bench.study import comparisons, lengths
 
     commands: dict[str, tuple[type, Callable[[Any], str]]] = {
         **{name: (comparisons.Options, partial(comparisons.run, name)) for name in comparisons.COMPARISONS},
         "lengths": (lengths.Options, lengths.run),
-        "size": (size.Options, size.run),
-        "attention": (attention.Options, attention.run),
     }
     kind, run = commands[name]
     options = command.options(kind, argv, f"bench.study {name}")

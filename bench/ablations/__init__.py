@@ -1,1 +1,0 @@
-"""Single changes, each beside the same without it: variants x seeds, compared by differences that seeds pair."""
