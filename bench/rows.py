@@ -35,13 +35,13 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
     return {name: kind for kind, names in ((str, text), (int, whole), (float, real)) for name in names.split()}
 
 
-PROVENANCE = _columns("device cpu threads torch triton nvcc cuda prokl commit date")
+PROVENANCE = _columns("device cpu threads torch triton cuda prokl commit date")
 """Columns of the machine, the versions and the date of a measurement."""
 COLUMNS = {
     # What was measured: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
     # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none".
     **_columns("model case base optimizer clip_threshold backend", "rank"),
-    **_columns("source kernel config arch"),
+    **_columns("kernel"),
     **_columns("value", "seed step"),
     **_columns("metric unit dtype shapes", "launches"),
     # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
@@ -54,8 +54,6 @@ COLUMNS = {
     # was not training; the card's rate of products, TFLOP/s; how often a step was bounded.
     **_columns(real="optimizer_median_ms optimizer_longest_ms host_ms tokens_per_second wall_seconds matmul_tflops"),
     **_columns(whole="clipped"),
-    **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
-    **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.
     **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2 qk_rate"),
     **_columns(whole="qk_pieces qk_rank vo_pieces"),

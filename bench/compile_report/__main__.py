@@ -1,21 +1,17 @@
-"""Compile the kernels without a GPU, and report: ``python -m bench.compile_report aot --out bench/results``.
+"""Compile the kernels without a GPU, and report registers, shared memory and stack: ``python -m bench.compile_report``.
 
-``aot`` compiles every Triton kernel for sm_80, 90 and 100, beside what other versions of Triton made of them, ``csrc``
-has nvcc compile csrc/. Exit status 1: a kernel spills more than a little, takes more shared memory than there is,
-multiplies matrices without tensor cores, has lost its pipeline, or moves whole matrices by less than 16 bytes at a
-time. ``pack`` is ``./run prepare``; ``unpack`` takes up what it made.
+``aot`` compiles every Triton kernel for sm_80, 90 and 100; ``csrc`` has nvcc compile csrc/. Exit status 1: a kernel
+spills more than a little, takes more shared memory than there is, or does not compile. ``pack`` is ``./run prepare``;
+``unpack`` takes up what it made.
 """
 
 import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from bench.command import Parser, UsageError, command, cores, make_folder
+from bench.command import Parser, UsageError, command, cores
 from bench.compile_report import pack
-
-REPORTS = {"aot": "compile the Triton kernels", "csrc": "compile csrc/"}
 
 
 def report(name: str) -> tuple[Sequence[Any], list[str]]:
@@ -40,9 +36,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     parser = Parser(prog="python -m bench.compile_report", description=(__doc__ or "").partition("\n")[0])
     names = parser.add_subparsers(dest="name", required=True, parser_class=Parser)
-    for name, what in REPORTS.items():
-        own = names.add_parser(name, help=what)
-        own.add_argument("--out", type=Path, metavar="DIR", help=f"folder of {name}.csv")
+    names.add_parser("aot", help="compile the Triton kernels")
+    names.add_parser("csrc", help="compile csrc/")
     own = names.add_parser("pack", prog="./run prepare", help="make what a GPU machine without network lacks")
     parts = ", ".join(pack.PARTS)
     own.add_argument("--only", nargs="+", choices=pack.PARTS, default=[*pack.PARTS], metavar="PART", help=parts)
@@ -54,26 +49,13 @@ def main(argv: Sequence[str]) -> int:
     elif a.name == "unpack":
         pack.unpack()
     else:
-        return made(a.name, a.out)
+        import pandas
+
+        found, wrong = report(a.name)
+        print(pandas.DataFrame(map(vars, found)).to_string(index=False), flush=True)
+        print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+        return int(bool(wrong))
     return 0
-
-
-def made(name: str, out: Path | None) -> int:
-    """Make one report, print its rows and write them; return the exit status."""
-    import pandas
-
-    from bench import rows
-
-    if out:
-        make_folder(out)
-    compiled, wrong = report(name)
-    found = list(map(vars, compiled))
-    print(pandas.DataFrame(found).to_string(index=False), flush=True)
-    if out:
-        # Rows of another Triton stay; of another nvcc none do.
-        rows.upsert(out / f"{name}.csv", found, ("triton",) if name == "aot" else ())
-    print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
-    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ the extension. Triton's launches are recorded, the extension's follow from the s
 PyTorch that computes something is one launch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +23,13 @@ from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 
-MEMORY = 139 * 2**30
-"""Bytes of an H200."""
-TORCH = "elementwise"
-"""Kernel of what PyTorch launches."""
-EXTENSION = "qr."
-"""Prefix of the names of the extension's operators."""
-BLOCK = 128
-"""Columns that a block of the extension's threads factors, in float32."""
+MEMORY = 139 * 2**30  # bytes of an H200
+TORCH = "elementwise"  # the kernel of what PyTorch launches
+EXTENSION = "qr."  # before the names of the extension's operators
+BLOCK = 128  # columns that a block of the extension's threads factors, in float32
 KINDS = ("ordinary", "refresh")
 """Kinds of step; a refresh step does all that an ordinary one does."""
-WITHOUT_LAUNCH = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "lift_fresh",
-}
+WITHOUT_LAUNCH = set("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operators beside views that launch nothing."""
 TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}
 """Operators that copy their input and then write into the copy; those that write in place end in an underscore."""
@@ -49,20 +37,17 @@ TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}
 
 @dataclass(frozen=True)
 class Event:
-    """One launch of a step."""
+    """One launch of a step; Triton's with all that was recorded of it."""
 
     kernel: str
     launch: Launch | None = None
-    """Triton's."""
 
 
 def extension_launches(operator: str, k: int, looks: bool = False) -> int:
     """Count the launches of an operator of :mod:`prokl.backends.cuda_qr` on matrices of k columns.
 
     All launches of a call take place, whichever matrices need them, so that their number follows from the sizes.
-
-    Args:
-        operator: its name. k: columns. looks: of "finish", whether it is given Gram matrices to look at.
+    ``looks`` says of "finish" whether it is given Gram matrices to look at.
     """
     blocks = -(-k // BLOCK)
     if operator == "finish":
@@ -116,16 +101,6 @@ def tracing() -> Iterator[list[Event]]:
         yield events
 
 
-def optimizer(parameters: ParameterSet, dtype: torch.dtype, build: Callable[[list[Tensor]], Any]) -> Any:
-    """Build an optimizer whose weights have all begun, with buckets as a step makes them. Call it when tracing."""
-    weights: list[Tensor] = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
-    for W in weights:
-        W.grad = torch.empty_like(W)
-    made = build(weights)
-    made.engine.build()
-    return made
-
-
 def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     """Return what one step of a bucket launches; ``events`` are those of :func:`tracing`."""
     count = bucket.layout.count
@@ -147,7 +122,12 @@ def steps_of(
     """Return by kind of step what every bucket launches of the optimizer that ``build`` makes of a set's weights."""
     found: dict[str, list[list[Event]]] = {}
     with tracing() as events:
-        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, build).engine.buckets())
+        weights: list[Tensor] = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
+        for W in weights:
+            W.grad = torch.empty_like(W)
+        engine = build(weights).engine
+        engine.build()
+        buckets: list[Bucket] = list(engine.buckets())
         for kind in KINDS:
             seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
             for bucket in buckets:
