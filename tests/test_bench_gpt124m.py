@@ -85,8 +85,8 @@ def test_every_run_is_trained_once_at_the_best_rates():
 
 def test_a_search_of_runs_that_all_diverge_ends():
     trial, known = trials({}, FULL).__next__(), {}
-    while searched(trial, known).best is None:
-        known |= {its.key: math.inf for its in searched(trial, known).trials}
+    while (found := searched(trial, known))[1] is None:
+        known |= {its.key: math.inf for its in found[0]}
     assert len(known) == gpt124m.FURTHEST + 2
 
 

@@ -44,7 +44,7 @@ def trained(lengths, forms, seeds, models=(MODEL,), loss=loss_of, at_once=2):
 
 
 def best(losses, steps, form, model=MODEL):
-    return tuned(model, steps, form, losses).unit
+    return tuned(model, steps, form, losses)[0]
 
 
 @pytest.mark.parametrize(

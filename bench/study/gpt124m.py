@@ -9,22 +9,17 @@ follow depends on losses alone, but for six runs that asked why Muon led: Pro-KL
 with 0.02, with rank 32 at 0.0133, with whole weights, and unchanged on a second seed, and Muon by heads on that.
 
 1. AdamW at its first two rates. The better is that of embedding and head under every other method.
-2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns. These are the first eight runs or so. Then at
-   their best rates the former with whole weights, and the latter by heads.
-3. Changes of Pro-KLShampoo, one at a time. They stood behind 5 until eleven runs were made, in which Muon led: they ask
-   which of the defaults does not hold at this size. The first has rank 8 at Muon's best rate: what is left beside Muon
-   is the whitening of the short side, and little more. The others are at its own best rate. As seventeen runs said, no
-   other alpha_kl is among them any more.
-4. KL-Shampoo, Muon and the paper's form of Pro-KLShampoo at their first rates, the searches of KL-Shampoo and AdamW,
-   SOAP at its first rate.
-5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
-   Then the searches of Muon, the paper's form and SOAP.
+2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns; then the former with whole weights, the latter
+   by heads.
+3. Changes of Pro-KLShampoo, one at a time, which stood behind 5 until Muon led in eleven runs. The first has rank 8 at
+   Muon's best rate: what is left beside Muon is the whitening of the short side, and little more.
+4. KL-Shampoo, Muon and the paper's form at their first rates, further searches, SOAP at its first rate.
+5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo on two more seeds, with a weight decay, and what is
+   left of the other searches.
 6. The three for 3,200 steps, at their best rates and the next lower ones. Then the three on GPT-2 350M's shape.
 
-One that would not end in the minutes that are left is put off, and the next that would takes its place.
-
-A run is always made from its start: it lasts about a minute on a GPU, and its row says all that is kept of it. So runs
-do not depend on what was made before them or elsewhere. One that is interrupted leaves no row.
+One that would not end in the minutes that are left is put off, and the next that would takes its place. A run is
+always made from its start, as it lasts about a minute on a GPU. One that is interrupted leaves no row.
 """
 
 import argparse
@@ -43,9 +38,9 @@ import torch
 from bench import clock, command, rows
 from bench.command import Parser, UsageError
 from bench.models import CONFIGS, gpt2
-from bench.optimizers import OPTIMIZERS, PRO, Hyper
+from bench.optimizers import PRO, Hyper
 from bench.study import runs
-from bench.study.lengths import STEP, rounded
+from bench.study.lengths import STEP, climbed, rounded
 from bench.training.compiled import Compiled
 from bench.training.run import Record, Scale
 from bench.training.sources import Source, open_source
@@ -78,46 +73,33 @@ FILE = "gpt-124m.csv"
 CURVES = "gpt-124m-curves.csv"
 
 
-def _form(method: str, lr: float, label: str = "", **more: object) -> tuple[str, Hyper]:
-    return label or OPTIMIZERS[method].label, Hyper(method, lr, **more)  # type: ignore[arg-type]
-
-
-FORMS = dict(
-    [
-        _form("adamw", 4e-3),
-        _form(PRO, 3e-2),
-        _form("muon", 3e-2, "Muon, momentum 0.9", momentum=0.9),
-        _form("kl-shampoo", 1e-2),
-        _form("muon", 3e-2),
-        _form(PRO, 3e-2, "Pro-KLShampoo, paper's form", preset="paper", bounded=False),
-        _form("soap", 3e-3),
-    ]
+ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = (
+    *("AdamW", "Pro-KLShampoo", "Muon, momentum 0.9", "KL-Shampoo", "Muon", "Pro-KLShampoo, paper's form", "SOAP"),
 )
+FORMS = {
+    ADAMW: Hyper("adamw", 4e-3),
+    OURS: Hyper(PRO, 3e-2),
+    MUON_9: Hyper("muon", 3e-2, momentum=0.9),
+    KL: Hyper("kl-shampoo", 1e-2),
+    MUON: Hyper("muon", 3e-2),
+    PAPER: Hyper(PRO, 3e-2, preset="paper", bounded=False),
+    SOAP: Hyper("soap", 3e-3),
+}
 """What is compared, by label, at its first rate."""
-ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = FORMS
 THREE = (OURS, MUON_9, KL)
 BY_HEADS, WHOLE = "q, k by heads", "whole weights"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run.
-
-    Attributes:
-        scale: of it.
-        case: what it is a run of, as rows name it.
-        hyper: what its optimizer is built with.
-        base: the case that this one is a change of; "" for none.
-        seed: of it.
-        state_dtype: of the state of this package's optimizers; None is the weights' own.
-    """
+    """One run."""
 
     scale: Scale
-    case: str
+    case: str  # as rows name it
     hyper: Hyper
-    base: str = ""
+    base: str = ""  # the case that this one is a change of
     seed: int = 0
-    state_dtype: str | None = None
+    state_dtype: str | None = None  # of this package's optimizers; None is the weights' own
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -140,73 +122,58 @@ Losses = Mapping[tuple[str, ...], float]
 """Of what has been trained, by key; infinite for what diverged."""
 
 
-@dataclass(frozen=True)
-class Search:
-    """The runs of a form at its rates, in their order, as far as known losses say them; the best once it is known."""
+def searched(first: Trial, known: Losses) -> tuple[list[Trial], Trial | None]:
+    """Return the runs of a form at its rates, in their order, as far as known losses say them; the best at the end."""
 
-    trials: list[Trial]
-    best: Trial | None
+    def at(power: int) -> Trial:
+        return replace(first, hyper=replace(first.hyper, lr=rounded(first.hyper.lr * STEP**power)))
 
-
-def searched(first: Trial, known: Losses) -> Search:
-    """Search for the best rate of a trial: its own, the next higher one, then beyond the best while it is at an edge.
-
-    Of equal losses the lower rate is better.
-    """
-    powers = [0, 1]
-    while True:
-        trials = {k: replace(first, hyper=replace(first.hyper, lr=rounded(first.hyper.lr * STEP**k))) for k in powers}
-        ordered = list(trials.values())
-        if any(trial.key not in known for trial in ordered):
-            return Search(ordered, None)
-        best = min(sorted(powers), key=lambda k: known[trials[k].key])
-        beyond = best - 1 if best == min(powers) else best + 1
-        if beyond in powers or abs(beyond) > FURTHEST:
-            return Search(ordered, trials[best])
-        powers.append(beyond)
-
-
-def first(scale: Scale, form: str, adamw_lr: float | None) -> Trial:
-    """Return the first trial of a form: Pro-KLShampoo's has queries and keys by heads."""
-    pieces = scale.config.heads if form == OURS else 1
-    return Trial(scale, form, replace(FORMS[form], adamw_lr=adamw_lr, qk_pieces=pieces))
+    return climbed(at, (0, 1), range(-FURTHEST, FURTHEST + 1), lambda trial: known.get(trial.key))
 
 
 def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
     """Yield what is trained, in its order, as far as known losses decide it."""
     scale, larger = scales
-    adamw = searched(Trial(scale, ADAMW, FORMS[ADAMW]), known)
-    yield from adamw.trials[:2]
-    if any(trial.key not in known for trial in adamw.trials[:2]):
+    adamw, _ = searched(Trial(scale, ADAMW, FORMS[ADAMW]), known)
+    yield from adamw[:2]
+    if any(trial.key not in known for trial in adamw[:2]):
         return
-    rate = min(adamw.trials[:2], key=lambda trial: known[trial.key]).hyper.lr
-    search = {form: searched(first(scale, form, rate), known) for form in FORMS if form != ADAMW}
+    rate = min(adamw[:2], key=lambda trial: known[trial.key]).hyper.lr
+    its: dict[str, list[Trial]] = {}
+    best: dict[str, Trial] = {}
+    for form, hyper in FORMS.items():
+        if form != ADAMW:
+            pieces = scale.config.heads if form == OURS else 1
+            first = Trial(scale, form, replace(hyper, adamw_lr=rate, qk_pieces=pieces))
+            its[form], found = searched(first, known)
+            best |= {} if found is None else {form: found}
 
-    for pair in zip_longest(search[OURS].trials, search[MUON_9].trials):
+    for pair in zip_longest(its[OURS], its[MUON_9]):
         yield from filter(None, pair)
     for form, change, pieces in ((OURS, WHOLE, 1), (MUON_9, BY_HEADS, scale.config.heads)):
-        if (its := search[form].best) is not None:
-            yield its.changed(change, qk_pieces=pieces)
-    if (ours := search[OURS].best) is not None and (muon := search[MUON_9].best) is not None:
-        yield from changes(ours, muon.hyper.lr)
-    yield from (search[form].trials[0] for form in (KL, MUON, PAPER))
-    yield from search[KL].trials[1:]
-    yield from adamw.trials[2:]
-    yield search[SOAP].trials[0]
+        if form in best:
+            yield best[form].changed(change, qk_pieces=pieces)
+    if OURS in best and MUON_9 in best:
+        yield from changes(best[OURS], best[MUON_9].hyper.lr)
+    yield from (its[form][0] for form in (KL, MUON, PAPER))
+    yield from its[KL][1:]
+    yield from adamw[2:]
+    yield its[SOAP][0]
 
-    best = {form: its for form in THREE if (its := search[form].best) is not None}
-    if len(best) < len(THREE):
+    if not best.keys() >= {*THREE}:
         return
-    yield from (replace(its, seed=seed) for seed in (1, 2) for its in best.values())
-    yield from (its.changed(f"weight decay {decay}", weight_decay=decay) for decay in DECAYS for its in best.values())
+    three = [best[form] for form in THREE]
+    yield from (replace(trial, seed=seed) for seed in (1, 2) for trial in three)
+    yield from (trial.changed(f"weight decay {decay}", weight_decay=decay) for decay in DECAYS for trial in three)
     for form in (MUON, PAPER, SOAP):
-        yield from search[form].trials[1:]
+        yield from its[form][1:]
     for lower in (1, STEP):
-        for its in best.values():
-            hyper = replace(its.hyper, lr=rounded(its.hyper.lr / lower))
-            yield replace(its, scale=replace(scale, steps=LONGER * scale.steps), hyper=hyper)
-    for form, its in best.items():
-        yield replace(its, scale=larger, hyper=replace(its.hyper, qk_pieces=first(larger, form, None).hyper.qk_pieces))
+        for trial in three:
+            hyper = replace(trial.hyper, lr=rounded(trial.hyper.lr / lower))
+            yield replace(trial, scale=replace(scale, steps=LONGER * scale.steps), hyper=hyper)
+    for trial in three:
+        pieces = larger.config.heads if trial.case == OURS else 1
+        yield replace(trial, scale=larger, hyper=replace(trial.hyper, qk_pieces=pieces))
 
 
 def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
@@ -231,9 +198,9 @@ def planned(known: Losses, scales: tuple[Scale, Scale]) -> list[Trial]:
     return order
 
 
-def of_source(found: Sequence[rows.Row], source: Source) -> list[rows.Row]:
-    """Return those rows that are of this data with this vocabulary."""
-    return rows.having(found, {"data_sha256": source.sha256, "vocabulary": source.vocabulary})
+def of_source(source: Source) -> rows.Row:
+    """Return what tells the rows of this data with this vocabulary from others."""
+    return {"data_sha256": source.sha256, "vocabulary": source.vocabulary}
 
 
 def losses_of(found: Sequence[rows.Row]) -> dict[tuple[str, ...], float]:
@@ -242,29 +209,23 @@ def losses_of(found: Sequence[rows.Row]) -> dict[tuple[str, ...], float]:
 
 
 class Runner:
-    """The runs of one command: from the rows that are there, for as many minutes as it has.
-
-    Attributes:
-        seconds: of training in it, without validation. made: runs that have got a row.
-        failed: runs that ended with an error, which are not tried again by this command.
-    """
+    """The runs of one command: from the rows that are there, for as many minutes as it has."""
 
     def __init__(self, o: argparse.Namespace) -> None:
         """Open the data, which counts among its minutes; raise what ``opened`` does."""
         self.o, self.begun = o, perf_counter()
-        self.source = opened(o)
-        self.device = torch.device(o.device)
+        self.source, self.device = opened(o), torch.device(o.device)
         self.path, self.curves = o.out / FILE, o.out / CURVES
         self.here = rows.environment(self.device)
         self.model: Compiled | None = None
-        self.rate = 0.0
-        self.left_out: set[tuple[str, ...]] = set()
+        self.rate = 0.0  # of the device's products, FLOP/s
+        self.left_out: set[tuple[str, ...]] = set()  # keys of runs that this command does not try again
         self.failed = self.made = 0
-        self.seconds, self.ended = 0.0, self.begun
+        self.seconds, self.ended = 0.0, self.begun  # of training; when the last run ended
 
     def found(self) -> list[rows.Row]:
-        """Return the rows of this data."""
-        return of_source(rows.read(self.path), self.source)
+        """Return the rows of this data with this vocabulary."""
+        return rows.having(rows.read(self.path), of_source(self.source))
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -369,11 +330,8 @@ class Runner:
     def said(self) -> str:
         """Return what the command did, and which share of its time was not training."""
         total = perf_counter() - self.begun
-        many = "1 run" if self.made == 1 else f"{self.made} runs"
-        shares = (
-            f"{1 - self.seconds / total:.0%} of it was not training" if self.made else "nothing was trained to its end"
-        )
-        return f"{many} in {total:.0f} s; {shares}. Rows are in {self.path}"
+        idle = f"{1 - self.seconds / total:.0%} of it was not training"
+        return f"{self.made} runs in {total:.0f} s; {idle}. Rows are in {self.path}"
 
 
 def of_floor(row: Mapping[str, Any]) -> float:
@@ -445,26 +403,18 @@ def opened(o: argparse.Namespace) -> Source:
     return replace(source, vocabulary=o.vocabulary or 128 * (largest // 128 + 1))
 
 
-def plan(o: argparse.Namespace) -> str:
-    """Return the order: what has been trained, and what is to be if no further run is better than those before.
-
-    Without ``--data`` rows of all data count.
-    """
-    names = {scale.name for scale in o.scales}
-    found = [row for row in rows.read(o.out / FILE) if row["model"] in names]
-    found = found if o.data is None else of_source(found, opened(o))
-    known = losses_of(found)
-    lines = [f"{row['case']}: lr {row['lr']}, seed {row['seed']}, {row['steps']} steps: trained" for row in found]
-    lines += [f"{i}. {trial}" for i, trial in enumerate(planned(known, o.scales), 1)]
-    lines.append("A search goes on beyond these rates while its last one is the best (bench/study/gpt124m.py).")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, or 1 if a run failed."""
     o = parse(argv)
     if o.plan:
-        print(plan(o))
+        names = {scale.name for scale in o.scales}
+        found = [row for row in rows.read(o.out / FILE) if row["model"] in names]
+        found = found if o.data is None else rows.having(found, of_source(opened(o)))  # else rows of all data
+        for row in found:
+            print(f"{row['case']}: lr {row['lr']}, seed {row['seed']}, {row['steps']} steps: trained")
+        for i, trial in enumerate(planned(losses_of(found), o.scales), 1):
+            print(f"{i}. {trial}")
+        print("A search goes on beyond these rates while its last one is the best (bench/study/gpt124m.py).")
         return 0
     command.make_folder(o.out)
     rows.read(o.out / FILE)  # now, not after training

@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pandas import DataFrame
 
-from bench import rows
 from bench.markdown import figure, table, with_error
-from bench.study.gpt124m import ADAMW, BY_HEADS, OURS, OWN, SCALES, WHOLE, first, of_floor, searched
+from bench.study.gpt124m import ADAMW, BY_HEADS, OURS, SCALES, WHOLE, of_floor
 
 PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
 """File and words, by the column that losses are drawn against."""
@@ -76,22 +74,24 @@ def _table(group: DataFrame) -> str:
 
 def _lines(group: DataFrame) -> Iterator[dict[str, str]]:
     """Yield a line for every method, then for every change, which is compared with its base at the same rate."""
+    usual = (group["model"].iloc[0], group["steps"].iloc[0]) == (SCALES["full"][0].name, SCALES["full"][0].steps)
     group = group.sort_values("base", key=lambda base: base != "", kind="stable")
     for case, its in group.groupby("case", sort=False):
-        base, lr = its["base"].iloc[0], best_rate(its)
-        chosen, ours = its[its["lr"] == lr], group[group["case"] == (base or OURS)]
-        if not base and len(ours):
-            ours = ours[ours["lr"] == best_rate(ours)]
+        base, lr, best, apart = its["base"].iloc[0], best_rate(its), "", ""
+        chosen, other = its[its["lr"] == lr], group[group["case"] == (base or OURS)]
+        if not base:
+            at_edge = usual and lr in (its["lr"].min(), its["lr"].max())
+            best = f"{lr:.3g}{', search open' * at_edge}"
+        if case != OURS:
+            apart = _apart(chosen, other[other["lr"] == (lr if base or other.empty else best_rate(other))])
         last = chosen.iloc[-1]
         times = [last[f"optimizer_{which}ms"] for which in ("", "median_", "longest_")]
         measured = last.get("tokens_per_second", math.nan) > 0
         yield {
             "case": str(case),
             "validation loss by lr": _by_rate(its),
-            "best lr": "" if base else f"{lr:.3g}{'' if _ended(str(case), its) else ', search open'}",
-            "− that of Pro-KLShampoo, or of the method changed": ""
-            if case == OURS
-            else _apart(chosen, ours[ours["lr"] == lr] if base else ours),
+            "best lr": best,
+            "− that of Pro-KLShampoo, or of the method changed": apart,
             "tokens/s": f"{last['tokens_per_second']:,.0f}" if measured else "-",
             "of products' rate": f"{of_floor(last):.0%}" if measured else "-",
             "optimizer ms: mean / median / longest": " / ".join(figure(ms, 1) for ms in times),
@@ -106,20 +106,6 @@ def _by_rate(its: DataFrame) -> str:
     each = {lr: own.sort_values("seed")["validation_loss"] for lr, own in its.groupby("lr")}
     said = {lr: ("diverged" if math.isnan(loss) else figure(loss, 3) for loss in losses) for lr, losses in each.items()}
     return ", ".join(f"{lr:.3g}: {' / '.join(losses)}" for lr, losses in said.items())
-
-
-def _ended(case: str, its: DataFrame) -> bool:
-    """Return whether the best rate of a method lies between two others; True for runs that are no search."""
-    one = its.iloc[-1]
-    scale = replace(SCALES["full"][0], name=one["model"], steps=one["steps"])
-    if scale != SCALES["full"][0]:
-        return True
-    known = {
-        tuple(rows.text(row[name]) for name in OWN): math.inf if math.isnan(loss) else loss
-        for row, loss in ((row, row["validation_loss"]) for row in its.to_dict("records"))
-    }
-    adamw_lr = None if math.isnan(one["adamw_lr"]) else one["adamw_lr"]
-    return searched(first(scale, case, adamw_lr), known).best is not None
 
 
 def _apart(its: DataFrame, other: DataFrame) -> str:

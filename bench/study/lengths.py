@@ -13,10 +13,10 @@ defaults. Newton-Schulz multiplies in float32 everywhere, so that rows of any CP
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
@@ -27,6 +27,7 @@ from bench.training.run import Record
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+T = TypeVar("T")
 ADAMW_LR = 3e-3
 """README's rate of embedding, head and norms beside the defaults; it is tried beside AdamW's best."""
 HEADS = 6
@@ -123,14 +124,6 @@ Losses = Mapping[Unit, float]
 """Final losses of what has been trained, infinite for what diverged."""
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """The best that was found, or what is still to be trained before it is known; all of it on the first seed."""
-
-    unit: Unit | None
-    wanted: tuple[Unit, ...] = ()
-
-
 def rounded(value: float) -> float:
     """Return a rate as it is trained and recorded, with four digits."""
     return float(f"{value:.4g}")
@@ -139,75 +132,77 @@ def rounded(value: float) -> float:
 def power(value: float | None, base: float | None) -> int:
     """Return the power of STEP that a tried value is of its base."""
     assert value and base
-    k = 0
-    while value > rounded(base * STEP**k):
-        k += 1
-    while value < rounded(base * STEP**k):
-        k -= 1
-    return k
+    return round(math.log(value / base, STEP))
 
 
-def powers(base: float, *powers: int) -> list[float]:
-    """Return these powers of STEP times a base."""
-    return [rounded(base * STEP**k) for k in powers]
-
-
-def climbed(unit: Unit, name: str, base: float, start: int, losses: Losses) -> Tuned:
-    """Search for the best value of one setting: three powers of STEP around ``start``, then beside the best of all.
+def climbed(
+    at: Callable[[int], T], powers: Sequence[int], within: range, loss: Callable[[T], float | None]
+) -> tuple[list[T], T | None]:
+    """Search for the best power of a rate: try some, then those beside the best until both have been tried.
 
     It is a function of the losses that are known, so that a command goes on from its rows, and runs may end in any
-    order. Of equal losses the lower value is better.
+    order. Of equal losses the lower power is better.
+
+    Returns:
+        What is tried, in its order, as far as the losses say; the best of it once the search has ended.
     """
-    tried = {start - 1, start, start + 1}
+    tried = list(powers)
     while True:
-        units = {k: replace(unit, **{name: value}) for k, value in zip(tried, powers(base, *tried), strict=True)}
-        if wanted := tuple(units[k] for k in sorted(units) if units[k] not in losses):
-            return Tuned(None, wanted)
-        best = min(sorted(units), key=lambda k: losses[units[k]])
-        beside = {k for k in (best - 1, best + 1) if abs(k - start) <= FURTHEST}
-        if beside <= tried:
-            return Tuned(units[best])
-        tried |= beside
+        trials = {k: at(k) for k in tried}
+        losses = {k: its for k, trial in trials.items() if (its := loss(trial)) is not None}
+        if len(losses) < len(trials):
+            return list(trials.values()), None
+        best = min(sorted(losses), key=losses.__getitem__)
+        beside = [k for k in (best - 1, best + 1) if k in within and k not in tried]
+        if not beside:
+            return list(trials.values()), trials[best]
+        tried += beside
 
 
-def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
-    """Return the best settings of a form on the first seed, or what is to be trained next."""
+def tuned(model: str, steps: int, form: str, losses: Losses) -> tuple[Unit | None, tuple[Unit, ...]]:
+    """Return the best settings of a form on the first seed, once they are known, and what is to be trained before."""
     if steps >= LONG:
         return _by_trend(model, steps, form, losses)
-    own = FORMS[form]
-    adamw_lr = None
+    own, adamw_lr = FORMS[form], None
     if form != "adamw":
-        first = tuned(model, steps, "adamw", losses)
-        if first.unit is None:
-            return first
-        adamw_lr = first.unit.lr
+        first, missing = tuned(model, steps, "adamw", losses)
+        if first is None:
+            return None, missing
+        adamw_lr = first.lr
     unit = Unit(model, steps, form, own.default.lr, adamw_lr, own.default.alpha_kl, FIRST_SEED)
-    start, alpha = own.centre[model.partition("-")[0]], 1
+    starts = {"lr": own.centre[model.partition("-")[0]]} | ({"alpha_kl": 1} if own.alpha else {})
     if before := next(_shorter(model, steps, form, losses), None):
-        start = power(before.lr, own.default.lr)
-        if own.alpha:
-            unit = replace(unit, alpha_kl=before.alpha_kl)
-            alpha = power(before.alpha_kl, own.default.alpha_kl)
-    for name, at in (("lr", start), *((("alpha_kl", alpha),) if own.alpha else ())):
-        found = climbed(unit, name, getattr(own.default, name), at, losses)
-        if found.unit is None:
-            return found
-        unit = found.unit
+        starts = {name: power(getattr(before, name), getattr(own.default, name)) for name in starts}
+        unit = replace(unit, alpha_kl=before.alpha_kl if own.alpha else unit.alpha_kl)
+    for name, start in starts.items():
+        base = getattr(own.default, name)
+
+        def at(k: int, unit: Unit = unit, name: str = name, base: float = base) -> Unit:
+            return replace(unit, **{name: rounded(base * STEP**k)})
+
+        within = range(start - FURTHEST, start + FURTHEST + 1)
+        tried, best = climbed(at, (start - 1, start, start + 1), within, losses.get)
+        if best is None:
+            return None, tuple(one for one in tried if one not in losses)
+        unit = best
     others = [] if adamw_lr is None else [replace(unit, adamw_lr=ADAMW_LR)]
-    others.append(at_default(model, steps, form, FIRST_SEED))
-    if missing := tuple(one for one in others if one not in losses):
-        return Tuned(None, missing)
-    return Tuned(min(unit, *others, key=lambda one: losses[one]))
+    return _best_of([unit, *others, at_default(model, steps, form, FIRST_SEED)], losses)
+
+
+def _best_of(units: Sequence[Unit], losses: Losses) -> tuple[Unit | None, tuple[Unit, ...]]:
+    """Return the first of the best units if all are known, and those that are not."""
+    missing = tuple(dict.fromkeys(one for one in units if one not in losses))
+    return None if missing else min(units, key=lambda one: losses[one]), missing
 
 
 def _shorter(model: str, steps: int, form: str, losses: Losses) -> Iterator[Unit]:
     """Yield the best of every shorter length whose search has ended, the longest first."""
     lengths = {one.steps for one in losses if one.model == model and one.form == form and one.steps < steps}
-    units = (tuned(model, length, form, losses).unit for length in sorted(lengths, reverse=True))
+    units = (tuned(model, length, form, losses)[0] for length in sorted(lengths, reverse=True))
     yield from (unit for unit in units if unit is not None)
 
 
-def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
+def _by_trend(model: str, steps: int, form: str, losses: Losses) -> tuple[Unit | None, tuple[Unit, ...]]:
     """Return the best of the defaults, the trend's rate, at most one power from that of the longest, and the next."""
     default = at_default(model, steps, form, FIRST_SEED)
     known = list(islice(_shorter(model, steps, form, losses), 2))
@@ -218,10 +213,8 @@ def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
         further = math.log(steps / longer.steps) / math.log(longer.steps / shorter.steps)
         k += max(-1, min(1, round(further * (k - power(shorter.lr, base)))))
     alpha = known[0].alpha_kl if known else default.alpha_kl
-    units = [default, *(replace(default, lr=lr, alpha_kl=alpha) for lr in powers(base, k, k - 1))]
-    if missing := tuple(dict.fromkeys(one for one in units if one not in losses)):
-        return Tuned(None, missing)
-    return Tuned(min(units, key=lambda one: losses[one]))
+    rates = (rounded(base * STEP**power) for power in (k, k - 1))
+    return _best_of([default, *(replace(default, lr=lr, alpha_kl=alpha) for lr in rates)], losses)
 
 
 def at_default(model: str, steps: int, form: str, seed: int) -> Unit:
@@ -239,9 +232,9 @@ def wanted(
         found: dict[tuple[str, str], Unit | None] = {}
         for form in forms:
             for model in models:
-                its = Tuned(None) if (model, form) in searched else tuned(model, steps, form, losses)
-                found[model, form] = its.unit
-                yield from its.wanted
+                its = (None, ()) if (model, form) in searched else tuned(model, steps, form, losses)
+                found[model, form] = its[0]
+                yield from its[1]
         searched |= {key for key, unit in found.items() if unit is None}
         for seed in seeds:
             for (model, form), best in found.items():

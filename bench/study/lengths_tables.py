@@ -47,7 +47,7 @@ def compared(found: DataFrame) -> dict[tuple[str, int], dict[str, Runs]]:
         by_seed.setdefault(replace(unit, seed=FIRST_SEED), {})[unit.seed] = loss
 
     def runs(model: str, steps: int, form: str) -> Runs:
-        unit = tuned(model, steps, form, losses).unit
+        unit, _ = tuned(model, steps, form, losses)
         default, best = (
             Series(by_seed.get(one, {}), dtype=float).sort_index()  # type: ignore[arg-type]
             for one in (at_default(model, steps, form, FIRST_SEED), unit)
