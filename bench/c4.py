@@ -8,7 +8,7 @@ document to one sequence; here documents follow each other, and windows run acro
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,6 @@ SHARD = 100_000_000  # tokens, as FineWeb-10B's shards have
 VALIDATION = 10_485_760  # tokens of C4's validation split, as modded-nanogpt validates on
 VOCABULARY = LLAMA_VOCABULARY  # tokens that the model knows
 
-Encode = Callable[[list[str]], list[list[int]]]
-"""Documents -> their tokens."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -41,75 +38,56 @@ class Options:
         at_least(1, tokens=self.tokens)
 
 
-def encoder() -> Encode:
-    """Return the tokenizer from the hub."""
-    kind = package("tokenizers", "tokenizers").Tokenizer
-    try:
-        tokenizer = kind.from_pretrained(TOKENIZER)
-    except Exception as error:  # the package raises nothing more specific
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded ({reason}); check the network") from None
+def documents(split: str) -> Iterator[np.ndarray]:
+    """Yield the tokens of a split's documents, as they are streamed, but for those with tokens that no model knows."""
+    tokenizer = package("tokenizers", "tokenizers").Tokenizer.from_pretrained(TOKENIZER)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return lambda documents: [encoding.ids for encoding in tokenizer.encode_batch(documents)]
-
-
-def documents(split: str, encode: Encode) -> Iterator[np.ndarray]:
-    """Yield the tokens of a split's documents, as they are streamed, but for those with tokens that no model knows."""
 
     def known(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"tokens": [tokens for tokens in encode(batch["text"]) if max(tokens, default=VOCABULARY) < VOCABULARY]}
+        encoded = (encoding.ids for encoding in tokenizer.encode_batch(batch["text"]))
+        return {"tokens": [tokens for tokens in encoded if max(tokens, default=VOCABULARY) < VOCABULARY]}
 
-    load = package("datasets", "datasets").load_dataset
-    try:
-        stream = load(DATASET, SUBSET, split=split, streaming=True)
-        encoded = stream.select_columns("text").map(known, batched=True, remove_columns="text")
-        yield from (np.asarray(row["tokens"], np.uint16) for row in encoded)
-    except OSError as error:  # what the hub's client raises without a network is one, too
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"cannot read {DATASET} from the hub ({reason}); check the network, then try again") from None
+    stream = package("datasets", "datasets").load_dataset(DATASET, SUBSET, split=split, streaming=True)
+    encoded = stream.select_columns("text").map(known, batched=True, remove_columns="text")
+    yield from (np.asarray(row["tokens"], np.uint16) for row in encoded)
 
 
-def write_shards(tokens: Iterable[np.ndarray], limit: int, name: Callable[[int], Path]) -> tuple[int, int]:
-    """Write the first ``limit`` tokens, or all there are, as shards of SHARD, the last one shorter.
+def write_shards(tokens: Iterable[np.ndarray], limit: int, stem: Path) -> str:
+    """Write the first ``limit`` tokens, or all there are, as shards of SHARD, the last one shorter; say how many."""
+    shard, held, written, shards = np.empty(min(SHARD, limit), np.uint16), 0, 0, 0
 
-    ``name`` gives the file of a shard by its number from 0.
+    def flush() -> None:
+        nonlocal held, written, shards
+        write_shard(stem.with_name(f"{stem.name}_{shards:06d}.bin"), shard[:held])
+        held, written, shards = 0, written + held, shards + 1
 
-    Returns:
-        How many tokens were written, and how many shards.
-    """
-    shard = np.empty(min(SHARD, limit), np.uint16)
-    held = written = shards = 0
     with tqdm(desc="tokens", total=limit, unit_scale=True, disable=None) as bar:
         for part in tokens:
-            while len(part) and written < limit:
-                room = min(len(shard), limit - written)
-                taken, part = part[: room - held], part[room - held :]
+            part = part[: limit - written - held]
+            bar.update(len(part))
+            while len(part):
+                taken, part = part[: len(shard) - held], part[len(shard) - held :]
                 shard[held : held + len(taken)] = taken
                 held += len(taken)
-                bar.update(len(taken))
-                if held == room:
-                    write_shard(name(shards), shard[:held])
-                    held, written, shards = 0, written + held, shards + 1
-            if written == limit:
-                return written, shards
+                if held == len(shard):
+                    flush()
+            if written + held == limit:
+                break
     if held:
-        write_shard(name(shards), shard[:held])
-    return written + held, shards + bool(held)
+        flush()
+    return f"{written:,} tokens of {limit:,} in {shards} shards"
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     """Write the validation shard, then the training shards; return the exit status."""
     o = options(Options, argv, "bench.c4")
-    encode = encoder()
     make_folder(o.out)
     if any(o.out.glob("*.bin")):
         raise UsageError(f"--out {o.out} has shards already; choose another folder, or delete them")
     for split, limit, stem in (("validation", VALIDATION, "val"), ("train", o.tokens, "train")):
-        its = documents(split, encode)
-        written, shards = write_shards(its, limit, lambda i, stem=stem: o.out / f"c4_{stem}_{i:06d}.bin")
-        print(f"{split}: {written:,} tokens of {limit:,} in {shards} shards", flush=True)
+        print(f"{split}: {write_shards(documents(split), limit, o.out / f'c4_{stem}')}", flush=True)
     return 0
 
 

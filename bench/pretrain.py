@@ -6,12 +6,10 @@ searches. The run ends with three sentences and writes into ``--out``: ``runs.cs
 and below ``checkpoints``, until it ends, what the same command goes on from.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -44,7 +42,7 @@ class Options:
     """Side by side."""
     lr: dict[Method, float] = field(default_factory=dict)
     """Learning rates by optimizer in place of their own, as in muon 0.02; embedding, head and norms have adamw's"""
-    threads: int | None = None  # CPU threads; if not given, as many as are quickest now
+    threads: int = min(4, command.cores())  # CPU threads; if not given, the cores, 4 at most
 
     def __post_init__(self) -> None:
         command.at_least(0, seed=self.seed)
@@ -62,48 +60,17 @@ class Options:
         return [Hyper(name, lrs[name], lrs["adamw"], rank=ranks.get(name)) for name in self.optimizers]
 
 
-def choose_threads(side_by_side: Sequence[Run], threads: int | None) -> float:
-    """Set torch's CPU threads, as many as are quickest now if not given; return the seconds that training will take.
-
-    Beside other work the quickest can be fewer than there are cores. This trains what it is given.
-    """
-    scale, best, count = side_by_side[0].scale, (math.inf, 0), threads or 1
-    batch = side_by_side[0].source.training_batch(0, 0, scale.batch, scale.config.context)
-
-    def seconds(work: Callable[[], object]) -> float:
-        start = perf_counter()
-        work()
-        return perf_counter() - start
-
-    def step() -> None:
-        for run in side_by_side:
-            run.step(1.0, *batch)
-
-    torch.set_num_threads(count)
-    step()  # which starts the states
-    while count <= (threads or command.cores()) and best[1] in (0, count // 2):  # as long as more were quicker
-        torch.set_num_threads(count)
-        best, count = min(best, (seconds(step), count)), 2 * count
-    torch.set_num_threads(best[1])
-    evaluations = (scale.evaluations + 1) * len(side_by_side)
-    return scale.steps * best[0] + evaluations * seconds(side_by_side[0].evaluate)
-
-
 def run(o: Options) -> str:
     """Train and write the results; return what came out."""
     scale, hypers = replace(DEMO, steps=o.steps), o.selected
-    source, cores = open_data(scale, o.data), command.cores()
+    source = open_data(scale, o.data)
     path = runs.checkpoint(o.out / "checkpoints", f"seed-{o.seed}", scale, hypers, o.seed, source, "cpu")
     tokens = sum(map(len, source.train))
-    print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}", flush=True)
-    print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.", flush=True)
-    print("A few steps tell how long it takes ...", flush=True)
-    side_by_side, trial = ([Run(scale, h, o.seed, source) for h in hypers] for _ in range(2))
-    minutes = math.ceil(choose_threads(trial, o.threads) / 60)
-    threads = torch.get_num_threads()
-    shared = "" if o.threads or threads == cores else ": more are slower now, as where other work shares them"
-    print(f"This takes about {minutes} minutes on {threads} of {cores} cores{shared}.", flush=True)
+    print(f"Trains on {source.name}, {tokens:,} tokens, with {o.threads} threads; results go to {o.out}")
+    print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.")
     print("Ctrl-C is safe: the same command goes on.", flush=True)
+    torch.set_num_threads(o.threads)
+    side_by_side = [Run(scale, h, o.seed, source) for h in hypers]
     train(side_by_side, path, shown=True)
     made_of, here = runs.of_scale(scale, source.vocabulary, "cpu"), rows.environment(torch.device("cpu"))
     own: list[rows.Row] = []

@@ -3,7 +3,6 @@
 import multiprocessing
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,21 +26,14 @@ def one_run_each(jobs: int) -> Iterator[ProcessPoolExecutor]:
         initargs=(signal.SIGINT, signal.SIG_IGN),  # a terminal sends Ctrl-C to all; who ends them is the parent
         max_tasks_per_child=1,
     )
-    others, ended = set(multiprocessing.active_children()), threading.Event()
-
-    def end_runs() -> None:  # also one that begins while others still end
-        while not ended.wait(0.1):
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-
     try:
         yield pool
     except BaseException:
-        threading.Thread(target=end_runs, daemon=True).start()
+        for process in multiprocessing.active_children():
+            process.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        ended.set()
 
 
 def work_off(

@@ -71,8 +71,8 @@ def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys):
     every, arguments = letters(*DOCUMENTS["train"]), ["--out", str(tmp_path), "--tokens", "1000"]
     assert c4.main(arguments) == 0
     assert f"train: {len(every)} tokens of 1,000 in {-(-len(every) // 20)} shards" in capsys.readouterr().out
-    names = "google-t5/t5-base", ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
-    assert hub == list(names)
+    splits = ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
+    assert hub == ["google-t5/t5-base", splits[0], "google-t5/t5-base", splits[1]]
     train = [open_shard(path).tolist() for path in sorted(tmp_path.glob("c4_train_*.bin"))]
     assert sum(train, []) == every and {len(part) for part in train[:-1]} == {20}
     held_out = [open_shard(tmp_path / f"c4_val_{i:06d}.bin").tolist() for i in range(2)]

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
 from bench.training import loop
 from bench.training.run import Record, Run
-from bench.training.sources import open_source
 from tests.experiments import text_in
 
 FOUR = ["adamw", "muon-0.9", "kl-shampoo", "pro-klshampoo"]
@@ -60,10 +58,9 @@ def curves(folder):
 
 @pytest.mark.slow
 def test_every_result_is_written(trained):
-    first, chosen, _, minutes, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
-    assert first.startswith("Trains on file text.txt, ") and first.endswith(f"; results go to {trained}")
+    first, chosen, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
+    assert first.startswith("Trains on file text.txt, ") and first.endswith(f" with 1 threads; results go to {trained}")
     assert "were chosen on the default run" in chosen and "Ctrl-C is safe" in safe
-    assert re.fullmatch(r"This takes about \d+ minutes on 1 of \d+ cores.", minutes)
     assert picture == f"Picture: {trained / 'loss.png'}"
     assert len(sentences) == 3 and all(label in sentence for label in LABELS for sentence in sentences)
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -118,7 +115,7 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert job("--lr", "muon-0.9", 1e30) == 0
     step = int(frame(tmp_path / "out" / "runs.csv").set_index("optimizer").loc["muon-0.9", "diverged_at"])
     assert 1 < step < 5
-    said = capsys.readouterr().out.splitlines()[6:]
+    said = capsys.readouterr().out.splitlines()[4:]
     assert said[0] == f"Muon, momentum 0.9 diverged at step {step}." and not any("Muon" in line for line in said[1:])
     here, there = (
         its[its["optimizer"] != "muon-0.9"].reset_index(drop=True) for its in map(curves, (tmp_path / "out", trained))
@@ -135,41 +132,11 @@ def test_a_stopped_run_goes_on_under_another_number_of_threads(trained, job, tmp
     assert "the same command goes on" in capsys.readouterr().err
     steps.clear()
     assert job("--threads", 2) == 0
-    trial = 2 * len(FOUR)
-    assert steps[trial:] == [done for done in range(5, 14) for _ in FOUR]
+    assert steps == [done for done in range(5, 14) for _ in FOUR]
     here, there = (its["validation_loss"] for its in map(curves, (tmp_path / "out", trained)))
     # measured: 0, as one thread takes sums this small; other sums moved a loss by 4e-3 (tests/test_experiments_runs.py)
     assert (here - there).abs().max() < 1e-2
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
-
-
-@pytest.mark.parametrize(
-    "seconds, chosen",
-    [({1: 1.0, 2: 9.0}, 1), ({1: 1.0, 2: 0.6, 4: 0.7}, 2), ({1: 1.0, 2: 0.6, 4: 0.4}, 4)],
-    ids=["cores that other work has", "cores that a small model cannot use", "idle cores"],
-)
-def test_threads_are_as_many_as_make_a_step_quickest(seconds, chosen, text, monkeypatch):
-    """By a clock that a step alone moves; cores are as many as there are figures."""
-    now = [0.0]
-
-    def step(run, *given):
-        now[0] += seconds[torch.get_num_threads()]
-
-    monkeypatch.setattr(Run, "step", step)
-    monkeypatch.setattr(Run, "evaluate", lambda run: now.__setitem__(0, now[0] + 5.0))
-    monkeypatch.setattr(pretrain, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(pretrain.command, "cores", lambda: max(seconds))
-    (h,) = pretrain.Options(optimizers=("adamw",)).selected
-    of, before = Run(SMALL, h, 0, open_source(text, 16)), torch.get_num_threads()
-    try:
-        expected = SMALL.steps * seconds[chosen] + (SMALL.evaluations + 1) * 5.0
-        assert pretrain.choose_threads([of], None) == pytest.approx(expected)
-        assert torch.get_num_threads() == chosen
-        expected = SMALL.steps * seconds[2] + (SMALL.evaluations + 1) * 5.0
-        assert pretrain.choose_threads([of], 2) == pytest.approx(expected)  # what is given is taken
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_sentences_rank_by_steps_by_seconds_and_by_state():

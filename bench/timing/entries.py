@@ -33,25 +33,15 @@ HEADS = "q, k by heads"
 
 @dataclass(frozen=True)
 class Entry:
-    """One way to step.
+    """One way to step."""
 
-    Attributes:
-        optimizer: as recorded.
-        make: builds it of a list of weights, with ``settings``.
-        settings: by name.
-        backend: of a matrix optimizer of this package, else empty.
-        rank: of the tracked subspace, of the methods that have one.
-        polar: dtype of Newton-Schulz, of the methods whose ratios depend on it.
-        note: what a reader must know.
-    """
-
-    optimizer: str
-    make: Callable[..., Optimizer]
+    optimizer: str  # as recorded
+    make: Callable[..., Optimizer]  # builds it of a list of weights, with ``settings``
     settings: tuple[tuple[str, Any], ...] = ()
-    backend: str = ""
-    rank: int | None = None
-    polar: torch.dtype | None = None
-    note: str = ""
+    backend: str = ""  # of a matrix optimizer of this package
+    rank: int | None = None  # of the tracked subspace, of the methods that have one
+    polar: torch.dtype | None = None  # dtype of Newton-Schulz, of the methods whose ratios depend on it
+    note: str = ""  # what a reader must know
 
     def build(self, weights: list[Tensor], **changed: Any) -> Optimizer:
         """Build the optimizer; ``changed`` overrides settings that it has."""
@@ -73,8 +63,13 @@ class Entry:
 
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
-    settings = {"rank": rank, "precondition_frequency": PERIOD, "ns_dtype": polar, "backend": backend}
-    settings["precision"] = None
+    settings = {
+        "rank": rank,
+        "precondition_frequency": PERIOD,
+        "ns_dtype": polar,
+        "backend": backend,
+        "precision": None,
+    }
     own = polar if name == "pro-klshampoo" else None
     return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own)
 
@@ -115,10 +110,7 @@ def backends(device: torch.device) -> list[str]:
 def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> list[Entry]:
     """Return all that step a model but for the peers.
 
-    Args:
-        s: the weights, and the ranks.
-        device: where.
-        polar: dtype of Newton-Schulz; where it is bfloat16, float32 is measured too, at the middle rank.
+    ``polar`` is the dtype of Newton-Schulz; where it is bfloat16, float32 is measured too, at the middle rank.
     """
     middle = s.ranks[len(s.ranks) // 2]
     batched = backends(device)
@@ -146,10 +138,6 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
     return found
 
 
-def _every_tenth(name: str, period: str) -> Callable[[Any, list[Tensor]], Optimizer]:
-    return lambda module, weights: getattr(module, name)(weights, **{period: PERIOD})
-
-
 def _gram(module: Any, weights: list[Tensor]) -> Optimizer:
     # Its own kernels are for GPUs; restarting after two of five iterations is what it tunes itself to, printing.
     restarts = [2]
@@ -158,20 +146,22 @@ def _gram(module: Any, weights: list[Tensor]) -> Optimizer:
 
 PEERS: dict[str, tuple[str, str, Callable[[Any, list[Tensor]], Optimizer], str]] = {
     "heavyball.KLShampoo": (
-        "heavyball", "heavyball", _every_tenth("KLShampoo", "precondition_frequency"), "torch.compile off",
+        "heavyball", "heavyball", lambda module, W: module.KLShampoo(W, precondition_frequency=PERIOD),
+        "torch.compile off",
     ),
     "pytorch_optimizer.SOAP": (
-        "pytorch-optimizer", "pytorch_optimizer", _every_tenth("SOAP", "precondition_frequency"), "",
+        "pytorch-optimizer", "pytorch_optimizer", lambda module, W: module.SOAP(W, precondition_frequency=PERIOD), "",
     ),
     "pytorch_optimizer.Shampoo": (
-        "pytorch-optimizer", "pytorch_optimizer", _every_tenth("Shampoo", "preconditioning_compute_steps"), "",
+        "pytorch-optimizer", "pytorch_optimizer",
+        lambda module, W: module.Shampoo(W, preconditioning_compute_steps=PERIOD), "",
     ),
     "gram_newton_schulz.Muon": (
         "gram-newton-schulz", "gram_newton_schulz", _gram, "torch.compile off, Newton-Schulz in float16",
     ),
     "emerging_optimizers.SOAP": (
         "emerging-optimizers", "emerging_optimizers.soap",
-        lambda module, weights: module.SOAP(weights, lr=1e-3, use_kl_shampoo=True),
+        lambda module, W: module.SOAP(W, lr=1e-3, use_kl_shampoo=True),
         "use_kl_shampoo=True; QR in every step, it has no period",
     ),
 }  # fmt: skip

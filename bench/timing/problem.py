@@ -7,22 +7,12 @@ from torch import Tensor
 
 from bench.shapes import ParameterSet
 
-GRADIENTS = 8
-"""Gradients of a weight, which take turns as new ones would come from a backward pass."""
-
+GRADIENTS = 8  # of a weight
 Shape = tuple[int, int]
 
 
 class Problem:
-    """The weights of a set where they start, and normal gradients.
-
-    Attributes:
-        parameters: the set.
-        device: where.
-        start: the weights.
-        gradients: of every weight, ``GRADIENTS`` times.
-        buffers: what an optimizer is given; it may write there.
-    """
+    """The weights of a set where they start, and normal gradients, which take turns as new ones would come."""
 
     def __init__(self, parameters: ParameterSet, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.parameters, self.device = parameters, device
@@ -33,7 +23,7 @@ class Problem:
 
         self.start = [0.02 * normal(shape) for shape in parameters.each]
         self.gradients = [[normal(shape) for shape in parameters.each] for _ in range(GRADIENTS)]
-        self.buffers = [torch.empty_like(W) for W in self.start]
+        self.buffers = [torch.empty_like(W) for W in self.start]  # what an optimizer is given; it may write there
 
     def load(self, weights: Sequence[Tensor], t: int) -> None:
         """Give the weights their t-th gradients."""

@@ -17,24 +17,15 @@ from bench.timing.problem import Problem
 
 
 class TimedRun:
-    """One entry's own weights and optimizer.
-
-    Attributes:
-        entry: which.
-        weights: where they have got to.
-        optimizer: of these weights.
-        periods: seconds of every step of every period timed.
-        trouble: why there is no figure; None while all is well.
-        took: seconds of a period, from warming up.
-    """
+    """One entry's own weights and optimizer."""
 
     def __init__(self, entry: Entry, problem: Problem) -> None:
         self.entry, self.problem = entry, problem
         self.weights: list[Tensor] = [torch.nn.Parameter(W.clone()) for W in problem.start]
         self.optimizer = entry.build(self.weights)
-        self.periods: list[list[float]] = []
-        self.trouble: str | None = None
-        self.took = 0.0
+        self.periods: list[list[float]] = []  # seconds of every step of every period timed
+        self.trouble: str | None = None  # why there is no figure
+        self.took = 0.0  # seconds of a period, from warming up
         self._steps = 0
 
     def steps(self, count: int) -> list[float]:
@@ -51,8 +42,6 @@ class TimedRun:
 
     def warm_up(self, slowest: float) -> None:
         """Run the first step, which begins the state, and a period, which says how long one takes.
-
-        Bases have then been refreshed as they are in training, and the clock is where a period ends.
 
         Raises:
             UsageError: it takes longer than ``slowest`` seconds, as the second step promises or the period shows.
