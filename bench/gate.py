@@ -27,13 +27,7 @@ def distance(x: Tensor, truth: Tensor) -> float:
 
 
 def complaint(found: Sequence[Tensor], usual: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
-    """Say what is wrong with results; "" if nothing is.
-
-    Args:
-        found: the results to be timed.
-        usual: those of the plain form in the same dtypes.
-        truth: those of the plain form in float64.
-    """
+    """Say what is wrong with results, given the plain form's in the same dtypes and in float64; "" if nothing is."""
     for x, y, t in zip(found, usual, truth, strict=True):
         factor = CUT_OFF if x.dtype == torch.float32 and x.is_cuda else FACTOR
         error, allowed = distance(x, t), factor * (distance(y, t) + torch.finfo(x.dtype).eps)

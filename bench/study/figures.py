@@ -58,12 +58,7 @@ def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
 
 
 def fit(axes: Axes, descent: float = 0.25) -> None:
-    """Leave out the frame above and on the right, and the steep first descent, which would squeeze all differences.
-
-    Args:
-        axes: with the lines.
-        descent: its share of a line's points.
-    """
+    """Leave out the frame above and on the right, and the first ``descent`` of points, which squeezes differences."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.5)
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
@@ -82,10 +77,7 @@ APART = 0.06
 def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") -> None:
     """Draw the main methods' loss, each tuned, a panel per model; bands are one standard error.
 
-    Args:
-        path: of the file.
-        found: the rows of runs of STEPS steps, and others. curves: their losses along the way.
-        x: "step", or "seconds": steps times what one takes, as in the table of shares.
+    ``x`` is "step", or "seconds": steps times what one takes, as in the table of shares.
     """
     every, every_ms = compared(found), step_ms(found)
     models = list(dict.fromkeys(model for model, _ in every))

@@ -33,12 +33,9 @@ def step_ms(run: TimedRun) -> list[float]:
 
 
 def run_rows(run: TimedRun, medians: dict[Any, float], polar: torch.dtype) -> Iterator[rows.Row]:
-    """Yield the rows of one optimizer.
+    """Yield the rows of one optimizer, of which ``medians`` has those of all of its set, by key.
 
-    Args:
-        run: its periods.
-        medians: those of all of its set, by key.
-        polar: dtype of the Muon that ratios are to where an optimizer has no Newton-Schulz.
+    ``polar`` is the dtype of the Muon that ratios are to where an optimizer has no Newton-Schulz.
     """
     entry = run.entry
     row = {**head(entry, run.problem.parameters), "unit": "ms", "rounds": len(run.periods)}

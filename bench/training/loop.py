@@ -5,54 +5,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import torch
 
 from bench.training.run import Run
 from bench.workers import GOES_ON, asked_to_stop
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"
 BETWEEN = 120.0
 """Seconds from one checkpoint to the next."""
 
 
-def bar(runs: Sequence[Run], shown: bool) -> "tqdm":
-    """Return a bar that says how far runs are, if it is ``shown``; a log gets a line now and then."""
-    from tqdm import tqdm
-
-    at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds
-    return tqdm(
-        desc=f"seed {runs[0].seed}", total=runs[0].scale.steps, initial=done(runs), disable=not shown, leave=False,
-        bar_format=BAR, mininterval=at_times, maxinterval=at_times,
-    )  # fmt: skip
-
-
-def done(runs: Sequence[Run]) -> int:
-    """Return the steps that have been done; one that diverged has stopped before."""
-    return max(run.done for run in runs)
-
-
 def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
-    """Train in turns until done, from the checkpoint at ``path`` on if there is one, and leave the last one there.
+    """Train runs of one scale, seed and source in turns, from their checkpoint on if there is one, and leave the last.
 
-    Args:
-        runs: of one scale, seed and source.
-        path: of their checkpoint.
-        shown: whether a bar says how far they are.
+    A bar says how far they are, if it is ``shown``; a log gets a line now and then.
 
     Raises:
         KeyboardInterrupt: it was asked to stop, and has saved the last whole step.
     """
+    from tqdm import tqdm
+
+    def done() -> int:
+        return max(run.done for run in runs)  # one that diverged has stopped before
+
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         for run, own in zip(runs, torch.load(path, map_location="cpu", weights_only=True), strict=True):
             run.load_state_dict(own)
-    saved_at = monotonic()
-    with asked_to_stop() as stop, bar(runs, shown) as progress:
+    saved_at, at_times = monotonic(), 0.1 if sys.stderr.isatty() else 30.0  # seconds
+    bar = tqdm(
+        desc=f"seed {runs[0].seed}", total=runs[0].scale.steps, initial=done(), disable=not shown, leave=False,
+        bar_format=BAR, mininterval=at_times, maxinterval=at_times,
+    )  # fmt: skip
+    with asked_to_stop() as stop, bar as progress:
         while not all(run.finished for run in runs):
             stopped = stop()
             if stopped or monotonic() - saved_at >= BETWEEN:
@@ -61,7 +47,7 @@ def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
             if stopped:
                 raise KeyboardInterrupt(GOES_ON)
             # The order rotates, so that nobody always finds the caches as the same neighbour left them.
-            shift = done(runs) % len(runs)
+            shift = done() % len(runs)
             for run in (*runs[shift:], *runs[:shift]):
                 if not run.finished:
                     run.advance()

@@ -85,10 +85,7 @@ class Run:
     """
 
     def __init__(self, scale: Scale, hyper: Hyper, seed: int, source: Source, device: str = "cpu") -> None:
-        self.scale = scale
-        self.name = hyper.method
-        self.seed = seed
-        self.source = source
+        self.scale, self.name, self.seed, self.source = scale, hyper.method, seed, source
         self.device = torch.device(device)
         self.done = 0  # steps
         self.schedule = SCHEDULE[scale.config.family]
@@ -127,7 +124,12 @@ class Run:
         """Train on one batch with the learning rates times a factor, or record divergence."""
         start = self._clock()
         self.model.zero_grad()
-        value = self._backward(inputs, targets)
+        total, size = torch.zeros((), device=self.device), self.scale.micro_batch or len(inputs)
+        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+            loss = self.loss(x, y) * (len(x) / len(inputs))  # so that gradients are those of the whole batch
+            loss.backward()
+            total += loss.detach()
+        value = total.item()
         if not math.isfinite(value):
             self.record.diverged_at = self.done + 1
             return
@@ -140,16 +142,6 @@ class Run:
         self.record.losses.append(value)
         self.record.model_seconds.append(middle - start)
         self.record.optimizer_seconds.append(end - middle)
-
-    def _backward(self, inputs: Tensor, targets: Tensor) -> float:
-        """Compute the gradient of the whole batch's mean loss, and return the loss."""
-        size = self.scale.micro_batch or len(inputs)
-        total = torch.zeros((), device=self.device)
-        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-            loss = self.loss(x, y) * (len(x) / len(inputs))
-            loss.backward()
-            total += loss.detach()
-        return total.item()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return :func:`mean_loss`."""
@@ -173,12 +165,9 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
-        return {
-            "done": self.done,
-            "record": asdict(self.record),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        record, model = asdict(self.record), self.model.state_dict()
+        return {"done": self.done, "record": record, "model": model, "optimizers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` gave under the same settings."""
