@@ -32,50 +32,23 @@ RUNS = {
 }
 """Lengths of runs by model of :mod:`bench.models`."""
 
-# Method (ranks) | learning rate | weight decay | alpha_kl, as printed, but for two things: equal rows of several ranks
-# are one, and where the paper says that Smok-Hop uses KL-Shampoo's selected rate, that rate stands.
-_TABLES = {
-    "gpt2-124m": """
-AdamW | 2e-3 | 5e-2
-Muon | 2e-2 | 2e-2
-KL-Shampoo | 2e-3 | 2.5e-1
-COSMOS (64, 128) | 5e-4 | 2.5e-1
-Pro-KLShampoo (32, 64, 128) | 2e-2 | 3e-2 | 1e-2
-Smok-Hop (128) | 2e-3 | 2.5e-1
-""",
-    "gpt2-350m": """
-AdamW | 2e-3 | 5e-2
-Muon | 2e-2 | 3e-2
-KL-Shampoo | 2e-3 | 1.5e-1
-COSMOS (64, 128) | 1e-3 | 5e-1
-Pro-KLShampoo (32, 64, 128) | 2e-2 | 3e-2 | 1e-2
-""",
-    "llama-134m": """
-AdamW | 3e-3 | 0
-Muon | 2e-2 | 0
-KL-Shampoo | 5e-3 | 0
-COSMOS (64, 128) | 1e-3 | 0
-Pro-KLShampoo (32, 64) | 2e-2 | 0 | 1e-2
-Pro-KLShampoo (128) | 3e-2 | 0 | 1e-2
-Smok-Hop (128) | 3e-3 | 0
-""",
-    "llama-450m": """
-AdamW | 2e-3 | 0
-Muon | 2e-2 | 0
-KL-Shampoo | 3e-3 | 0
-COSMOS (64, 128) | 5e-4 | 0
-Pro-KLShampoo (32, 64, 128) | 2e-2 | 0 | 5e-3
-Smok-Hop (128) | 3e-3 | 0
-""",
-}
 SELECTED: dict[tuple[str, str, int | None], tuple[float, float, float | None]] = {}
 """Learning rate, weight decay and alpha_kl by method, model and rank."""
-for _model, _table in _TABLES.items():
-    for _line in _table.strip().splitlines():
-        _name, *_cells = (cell.strip() for cell in _line.split("|"))
-        _method, *_ranks = _name.lower().replace("(", "").replace(")", "").replace(",", "").split()
-        for _rank in map(int, _ranks) if _ranks else (None,):
-            SELECTED[_method, _model, _rank] = (*map(float, _cells), None)[:3]
+# Method, ranks: these, as printed, by model, but for one thing: where the paper says that Smok-Hop uses KL-Shampoo's
+# selected rate, that rate stands.
+for _method, _ranks, _of_models in (
+    ("adamw", (None,), ((2e-3, 5e-2), (2e-3, 5e-2), (3e-3, 0.0), (2e-3, 0.0))),
+    ("muon", (None,), ((2e-2, 2e-2), (2e-2, 3e-2), (2e-2, 0.0), (2e-2, 0.0))),
+    ("kl-shampoo", (None,), ((2e-3, 2.5e-1), (2e-3, 1.5e-1), (5e-3, 0.0), (3e-3, 0.0))),
+    ("cosmos", (64, 128), ((5e-4, 2.5e-1), (1e-3, 5e-1), (1e-3, 0.0), (5e-4, 0.0))),
+    ("pro-klshampoo", (32, 64), ((2e-2, 3e-2, 1e-2), (2e-2, 3e-2, 1e-2), (2e-2, 0.0, 1e-2), (2e-2, 0.0, 5e-3))),
+    ("pro-klshampoo", (128,), ((2e-2, 3e-2, 1e-2), (2e-2, 3e-2, 1e-2), (3e-2, 0.0, 1e-2), (2e-2, 0.0, 5e-3))),
+    ("smok-hop", (128,), ((2e-3, 2.5e-1), None, (3e-3, 0.0), (3e-3, 0.0))),
+):
+    for _model, _values in zip(RUNS, _of_models, strict=True):
+        for _rank in _ranks:
+            if _values is not None:
+                SELECTED[_method, _model, _rank] = (*_values, None)[:3]
 for _model in ("gpt2-124m", "llama-134m"):  # the paper ran these ablations there only, at rank 128
     for _method in ("subspace-only", "complement-only"):
         _lr, *_rest = SELECTED["pro-klshampoo", _model, 128]

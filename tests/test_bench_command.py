@@ -17,7 +17,7 @@ WRONG = [
     ("study main --model gpt2-1 --device cpu", "gpt2-124m trains on FineWeb-10B; give its token shards with --data"),
     ("study main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),
     ("study main --model llama --device cpu --data text", "no token shards, which llama-134m needs"),
-    ("study ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
+    ("study ablation --model gpt2-350m --device cpu", "paper has no ablation on --model gpt2-350m; .*llama-450m"),
     ("study lengths --jobs 0", "--jobs 0: must be a whole number >= 1"),
     ("study gpt-124m --device cpu", "there is nothing to train on; give token shards with --data"),
     ("study gpt-124m --device cpu --data text", "--data text is no token shards; give .bin or .bin.xz files"),

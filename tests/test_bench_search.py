@@ -6,11 +6,10 @@ from itertools import islice
 import pytest
 
 from bench.optimizers import PRO
-from bench.presets import preset
 from bench.rows import RESULTS, frame
-from bench.study.comparisons import COMPARISONS, possible
+from bench.study.comparisons import COMPARISONS, selected
 from bench.study.lengths import FORMS, FURTHEST, LONG, tuned, units, wanted
-from bench.study.scales import PAPER, TINY
+from bench.study.scales import TINY
 
 MODEL = "gpt2-tiny"
 
@@ -19,11 +18,14 @@ MODEL = "gpt2-tiny"
 
 
 def test_the_paper_has_all_that_is_compared():
-    for name, compared in COMPARISONS.items():
-        for scale in possible(name, PAPER):
-            assert all(preset(method, scale.name, rank).rank == rank for method, rank in compared(scale))
-    pairs = [(method, rank) for rank in (64, 128) for method in ("cosmos", PRO)]
-    assert COMPARISONS["cosmos"](PAPER[0]) == pairs  # at matched ranks
+    found = {name: [(h.method, h.rank) for h in selected(name, "gpt2-124m")] for name in COMPARISONS}
+    pro = [(PRO, rank) for rank in (32, 64, 128)]
+    assert found["main"] == [("adamw", None), ("muon", None), ("kl-shampoo", None), *pro]
+    ranked = [(method, 128) for method in ("subspace-only", "complement-only", "smok-hop", PRO)]
+    assert found["ablation"] == [("kl-shampoo", None), *ranked]
+    assert found["cosmos"] == [(method, rank) for rank in (64, 128) for method in ("cosmos", PRO)]  # at matched ranks
+    others = {h.method for h in selected("ablation", "llama-450m")}
+    assert others == {"smok-hop", PRO, "kl-shampoo"} and selected("ablation", "gpt2-350m") == []
 
 
 # Every length

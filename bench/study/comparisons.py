@@ -1,6 +1,6 @@
 """The paper's tables that compare optimizers: which of them, on which of its models, with what the paper selected."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 
 from bench import rows
 from bench.command import UsageError, at_least, some
-from bench.optimizers import PRO, RANKED, Hyper
-from bench.presets import preset
+from bench.optimizers import PRO, Hyper
+from bench.presets import SELECTED, preset
 from bench.study import figures, runs, tables
 from bench.study.scales import PAPER, open_data
 from bench.training.run import Record, Scale
@@ -19,30 +19,21 @@ from bench.training.run import Record, Scale
 HERE = ("device", "torch", "prokl")
 KEY = ("model", "steps", "micro_batch", "optimizer", "rank", "lr", "seed", "data_sha256", *HERE)
 """Columns that tell a run from the others."""
-Compared = list[tuple[str, int | None]]
-"""Methods, with their ranks."""
+COMPARISONS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...]]] = {
+    "main": (("adamw", "muon", "kl-shampoo", PRO), (None, 32, 64, 128)),
+    "ablation": (("subspace-only", "complement-only", "smok-hop", PRO, "kl-shampoo"), (None, 128)),
+    "cosmos": (("cosmos", PRO), (64, 128)),
+}
+"""Methods and ranks that are compared, where the paper has them."""
 
 
-def _main(scale: Scale) -> Compared:
-    return [("adamw", None), ("muon", None), ("kl-shampoo", None), *((PRO, rank) for rank in scale.ranks)]
-
-
-def _ablation(scale: Scale) -> Compared:
-    if scale.name == "gpt2-350m":
-        return []  # the paper has no ablation on it
-    methods = ["subspace-only", "complement-only", "smok-hop", PRO, "kl-shampoo"]
-    if scale.name == "llama-450m":
-        methods = methods[2:]  # the paper has the others on the smaller models only
-    return [(method, scale.largest if method in RANKED else None) for method in methods]
-
-
-def _cosmos(scale: Scale) -> Compared:
-    ranks = scale.ranks[-2:]  # those that the paper compares
-    return [(method, rank) for rank in ranks for method in ("cosmos", PRO)]
-
-
-COMPARISONS: dict[str, Callable[[Scale], Compared]] = {"main": _main, "ablation": _ablation, "cosmos": _cosmos}
-"""Functions that list what is trained on a model; nothing where the paper has no such comparison."""
+def selected(name: str, model: str) -> list[Hyper]:
+    """Return what is compared on a model, as the paper selected it; nothing where it has no such comparison."""
+    if name == "ablation" and ("smok-hop", model, 128) not in SELECTED:
+        return []
+    methods, ranks = COMPARISONS[name]
+    pairs = ((method, rank) for rank in ranks for method in methods)
+    return [preset(method, model, rank) for method, rank in pairs if (method, model, rank) in SELECTED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +72,6 @@ class Options(runs.Options):
         raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
 
 
-def possible(name: str, scales: Sequence[Scale]) -> list[Scale]:
-    """Return the models on which the paper has a comparison; raise UsageError where there is none."""
-    compared = COMPARISONS[name]
-    if having := [scale for scale in scales if compared(scale)]:
-        return having
-    names = ", ".join(scale.name for scale in scales)
-    others = ", ".join(scale.name for scale in PAPER if compared(scale))
-    raise UsageError(f"the paper has no {name} on {names}; give --model with one of {others}")
-
-
 @dataclass(frozen=True)
 class Trial:
     """One run; ``here`` has the values of the columns HERE."""
@@ -114,10 +95,13 @@ def run(name: str, o: Options) -> str:
     path, curves, trials = o.out / "runs.csv", o.out / "curves.csv", []
     environment = rows.environment(torch.device(o.device))
     here = tuple(environment[name] for name in HERE)
-    for scale in possible(name, o.scales):
+    compared = {scale: its for scale in o.scales if (its := selected(name, scale.name))}
+    if not compared:
+        others = ", ".join(scale.name for scale in PAPER if selected(name, scale.name))
+        raise UsageError(f"the paper has no {name} on --model {o.model}; give one of {others}")
+    for scale, hypers in compared.items():
         sha256 = open_data(scale, o.data).sha256
-        selected = [preset(method, scale.name, rank) for method, rank in COMPARISONS[name](scale)]
-        trials += [Trial(scale, h, seed, sha256, here) for seed in o.seeds for h in selected]
+        trials += [Trial(scale, h, seed, sha256, here) for seed in o.seeds for h in hypers]
     free = [f"cuda:{i}" for i in range(o.jobs)] if o.device == "cuda" else ["cpu"] * o.jobs
     busy: dict[Trial, str] = {}
 
