@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,49 +31,33 @@ from prokl.algorithm.settings import PRECISIONS
 CUDA = torch.device("cuda")
 
 
-def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Launch]:
-    events = chain.from_iterable(chain.from_iterable(steps_of(s, dtype, build).values()))
-    return (event.launch for event in events if event.launch is not None)
-
-
-def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Launch]:
+def of_steps(s: ParameterSet, entry: Entry) -> Iterator[Launch]:
     """Yield what is launched where two weights of every shape are held to the reference, and then by the set."""
-    for shape in dict.fromkeys(s.each):
-        two = ParameterSet("", ((2, *shape),), ())
-        yield from _stepped(two, torch.float32, entry.build)
-        yield from _stepped(two, torch.float64, partial(entry.build, ns_dtype=torch.float64))
-    yield from _stepped(s, torch.float32, entry.build)
-
-
-def of_steps(s: ParameterSet) -> Iterator[Launch]:
-    """Yield what timed steps launch on a set, and those before that hold them to the reference."""
-    for entry in model_entries(s, CUDA, torch.bfloat16):
-        if entry.backend != "triton":
-            continue
-        yield from _checked_and_stepped(s, entry)
-
-
-def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Launch]:
-    """Yield what the microbenchmarks launch on these sets."""
-    for group in groups.groups(sets, CUDA):
-        for form in group.forms(CUDA):
-            if form.backend == "triton":
-                yield from called(form.case, group.sizes, group.dtypes)
-
-
-def of_first() -> Iterator[Launch]:
-    """Yield what :mod:`bench.first` launches."""
-    for case in KERNELS:
-        yield from called(case, first.SIZES, (case.timed or case.dtypes)[0])
-    for precision in PRECISIONS:
-        yield from _checked_and_stepped(first.weights_of(first.SIZES), first.entry_of(first.SIZES, precision))
+    twos = [ParameterSet("", ((2, *shape),), ()) for shape in dict.fromkeys(s.each)]
+    double = partial(entry.build, ns_dtype=torch.float64)
+    built = [(two, *own) for two in twos for own in ((torch.float32, entry.build), (torch.float64, double))]
+    for own in (*built, (s, torch.float32, entry.build)):
+        for event in chain.from_iterable(chain.from_iterable(steps_of(*own).values())):
+            if event.launch is not None:
+                yield event.launch
 
 
 def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
-    """Return what the benchmarks launch on these sets, each once."""
-    both = ["torch", "triton"]
+    """Return what :mod:`bench.first` launches, and the microbenchmarks and timed steps on these sets, each once."""
+    both, found = ["torch", "triton"], []
+    for case in KERNELS:
+        found += called(case, first.SIZES, (case.timed or case.dtypes)[0])
+    for precision in PRECISIONS:
+        found += of_steps(first.weights_of(first.SIZES), first.entry_of(first.SIZES, precision))
     with patch("bench.timing.entries.backends", lambda device: both), patch.object(groups, "backends", lambda _: both):
-        found = [*of_first(), *of_primitives(sets), *(launch for s in sets for launch in of_steps(s))]
+        for group in groups.groups(sets, CUDA):
+            for form in group.forms(CUDA):
+                if form.backend == "triton":
+                    found += called(form.case, group.sizes, group.dtypes)
+        for s in sets:
+            for entry in model_entries(s, CUDA, torch.bfloat16):
+                if entry.backend == "triton":
+                    found += of_steps(s, entry)
     return list(dict.fromkeys(found))
 
 

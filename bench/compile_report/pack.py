@@ -26,42 +26,34 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "prepared"
 TOOLS = ("setuptools>=77", "pybind11>=2.12", "ninja", "numpy", "pytest", "pytest-benchmark", "pytest-xdist")
 """Packages that build, test, time and train; the first three as in pyproject.toml."""
-NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-"""The extension's file, for this Python."""
-SOURCES = "sources.sha256"
-"""The file with the hash of csrc when the extension was built."""
-PLACED = "placed"
-"""Beside the extension once it is in its place, so that it need not be built."""
-GROUP = "__grp__"
-"""Prefix of those files of Triton's cache that list the files of an entry."""
+NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # the extension's file, for this Python
+SOURCES = "sources.sha256"  # the file with the hash of csrc when the extension was built
+PLACED = "placed"  # beside the extension once it is in its place, so that it need not be built
+GROUP = "__grp__"  # prefix of those files of Triton's cache that list the files of an entry
 
 
-def run(what: str, arguments: Sequence[str], **variables: str) -> None:
-    """Run this Python in the checkout.
-
-    Raises:
-        UsageError: it fails; what it said stands above.
-    """
+def run(arguments: Sequence[str], **variables: str) -> None:
+    """Run this Python in the checkout; raise UsageError if it fails, which says why above."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment | variables)
     if done.returncode != 0:
         raise UsageError(
-            f"{what} failed with exit status {done.returncode}, see above: {sys.executable} may lack a package; "
-            "or leave it out with --only"
+            f"{' '.join(arguments[:3])} failed with exit status {done.returncode}, see above: {sys.executable} may "
+            "lack a package; or leave it out with --only"
         )
 
 
 def wheels(folder: Path, arch: int) -> None:
     """Download the tools and what they need, for this Python and platform."""
     asked = ["-m", "pip", "download", "-q", "--only-binary=:all:", "-c", "constraints.txt", "-d", str(folder), *TOOLS]
-    run("pip download", asked)
+    run(asked)
 
 
 def extension(folder: Path, arch: int) -> None:
     """Build the CUDA extension, and note of which sources."""
     scratch = FOLDER.with_name("prepared-extension")
     asked = ["setup.py", "-q", "build_ext", "--build-lib", str(scratch), "--build-temp", str(scratch)]
-    run("setup.py build_ext", asked, PROKL_BUILD_CUDA="1", PROKL_CUDA_ARCHS=str(arch))
+    run(asked, PROKL_BUILD_CUDA="1", PROKL_CUDA_ARCHS=str(arch))
     shutil.copy2(scratch / "prokl" / NAME, folder / NAME)
     (folder / SOURCES).write_text(fingerprint(), encoding="utf-8")
 
@@ -69,7 +61,7 @@ def extension(folder: Path, arch: int) -> None:
 def triton(folder: Path, arch: int) -> None:
     """Compile the kernels; of every one the binary alone is kept."""
     asked = ["-m", "bench.compile_report.ahead", str(arch)]
-    run("bench.compile_report.ahead", asked, TRITON_CACHE_DIR=str(folder), TRITON_STORE_BINARY_ONLY="1")
+    run(asked, TRITON_CACHE_DIR=str(folder), TRITON_STORE_BINARY_ONLY="1")
     for text in folder.rglob("*.source"):  # which is kept beside the binary all the same
         text.unlink()
 
@@ -78,11 +70,7 @@ PARTS: dict[str, Callable[[Path, int], None]] = {"wheels": wheels, "extension": 
 
 
 def pack(parts: Sequence[str], arch: int) -> None:
-    """Make parts anew.
-
-    Raises:
-        UsageError: a part fails.
-    """
+    """Make parts anew; raise UsageError where one fails."""
     print(f"for Python {platform.python_version()} of {sys.executable}, sm_{arch}, in {FOLDER}", flush=True)
     for name in parts:
         shutil.rmtree(FOLDER / name, ignore_errors=True)
