@@ -233,7 +233,12 @@ class Runner:
 
     def work(self) -> None:
         """Make runs until none is left, or none would end in time."""
-        while ready := self.ready():
+        while True:
+            known = losses_of(self.found())
+            every = dict.fromkeys(trials(known, self.o.scales))
+            ready = [trial for trial in every if trial.key not in {*known, *self.left_out}]
+            if not ready:
+                return
             model = self.prepared(ready[0].scale)
             its = (trial for trial in ready if trial.scale.name == model.scale.name)
             trial = next((trial for trial in its if self.expected(trial) <= self.left()), None)
@@ -251,12 +256,6 @@ class Runner:
                 self.failed += 1
                 traceback.print_exc()
                 print(f"FAILED: {trial}", flush=True)
-
-    def ready(self) -> list[Trial]:
-        """Return what can be trained now, in its order."""
-        known = losses_of(self.found())
-        every = dict.fromkeys(trials(known, self.o.scales))
-        return [trial for trial in every if trial.key not in known and trial.key not in self.left_out]
 
     def prepared(self, scale: Scale) -> Compiled:
         """Return the compiled model of a scale, in the place of that of another one."""
@@ -327,12 +326,6 @@ class Runner:
             own["peak_gib"] = record.peak_bytes / 2**30
         return own | self.source.row | self.here
 
-    def said(self) -> str:
-        """Return what the command did, and which share of its time was not training."""
-        total = perf_counter() - self.begun
-        idle = f"{1 - self.seconds / total:.0%} of it was not training"
-        return f"{self.made} runs in {total:.0f} s; {idle}. Rows are in {self.path}"
-
 
 def of_floor(row: Mapping[str, Any]) -> float:
     """Return 6 x parameters x tokens a second over the rate of the device's products."""
@@ -353,11 +346,7 @@ def described(trial: Trial, row: rows.Row, record: Record) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UsageError: For a wrong argument.
-    """
+    """Read the command line; raise UsageError for a wrong argument."""
     parser = Parser(prog="python -m bench.study gpt-124m", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, help="token shards, .bin or .bin.xz: a file, or a folder of them")
     parser.add_argument("--out", type=Path, help="folder of rows (default: bench/results)")
@@ -387,11 +376,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def opened(o: argparse.Namespace) -> Source:
-    """Return the data, with the vocabulary that was asked for or the next multiple of 128 above the largest token.
-
-    Raises:
-        UsageError: there is none, it is of another kind, or has a larger token.
-    """
+    """Return the data, with the vocabulary that was asked for or the next multiple of 128 above the largest token."""
     source = open_source(o.data, o.scales[0].config.context, o.vocabulary or 2**16)
     if not source.epochs:
         if o.vocabulary:
@@ -431,5 +416,7 @@ def main(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt(GOES_ON) from None
     finally:
         torch.set_num_threads(threads)
-        print(runner.said(), flush=True)
+        total = perf_counter() - runner.begun
+        idle = f"{1 - runner.seconds / total:.0%} of it was not training"
+        print(f"{runner.made} runs in {total:.0f} s; {idle}. Rows are in {runner.path}", flush=True)
     return 1 if runner.failed else 0

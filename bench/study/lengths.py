@@ -54,6 +54,9 @@ class Form:
     alpha: bool = False  # whether alpha_kl is tuned, too
 
 
+_FASTER = ", momentum, beta2 0.9"
+
+
 def _form(method: str, lr: float, gpt2: int, llama: int, label: str = "", alpha: bool = False, **more: object) -> Form:
     adamw_lr = None if method == "adamw" else ADAMW_LR
     default = Hyper(method, lr, adamw_lr, float32=True, **more)  # type: ignore[arg-type]
@@ -64,21 +67,15 @@ FORMS: dict[str, Form] = {
     "adamw": _form("adamw", 1e-3, 2, 2),
     "muon": _form("muon", 2e-2, -2, 0),
     "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
-    "muon-0.9-heads": _form(
-        "muon", 2e-2, -1, -1, "Muon, momentum 0.9, by heads", momentum=0.9, qk_pieces=HEADS
-    ),
+    "muon-0.9-heads": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9, by heads", momentum=0.9, qk_pieces=HEADS),
     "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
-    "kl-shampoo-0.9": _form(
-        "kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
-    ),
+    "kl-shampoo-0.9": _form("kl-shampoo", 5e-3, 0, 0, f"KL-Shampoo{_FASTER}", momentum=0.9, beta2=0.9),
     "kl-shampoo-heads": _form("kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, by heads", qk_pieces=HEADS),
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
-    "pro-klshampoo-heads": _form(
-        "pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, by heads", qk_pieces=HEADS
-    ),
+    "pro-klshampoo-heads": _form("pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, by heads", qk_pieces=HEADS),
     "pro-klshampoo-paper": _form(
-        "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
-        rank=RANK, alpha_kl=0.01, preset="paper", bounded=False,
+        *("pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True),
+        **{"rank": RANK, "alpha_kl": 0.01, "preset": "paper", "bounded": False},
     ),
     "soap": _form("soap", 3e-3, 0, 0),
     "normuon": _form("normuon", 2e-2, -2, 0),
@@ -87,9 +84,9 @@ FORMS: dict[str, Form] = {
     "adamw-cautious": _form("adamw-cautious", 1e-3, 2, 2),
     "online-kl-shampoo": _form("online-kl-shampoo", 9.434e-2, -5, -4),
     "online-kl-shampoo-0.9": _form(
-        "online-kl-shampoo", 9.434e-2, -5, -4, "Online KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
+        "online-kl-shampoo", 9.434e-2, -5, -4, f"Online KL-Shampoo{_FASTER}", momentum=0.9, beta2=0.9
     ),
-}  # fmt: skip
+}
 """Forms by name, in the order in which they are trained. Rates are README's of this package, the class's of torch's
 AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors' of both its forms, and of the others those of the
 packages' classes; centres were chosen after the runs of 400 steps that findings.md has, and for methods without one by

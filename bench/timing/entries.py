@@ -24,7 +24,7 @@ PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
 CAPTURED, BATCHED = "Muon in a CUDA graph", "batched Muon in a CUDA graph"
 """torch's Muon with its step captured by hand, as the host bounds it on a GPU; and the same in batches, which takes
-least: ratios of a GPU are to it, of rows that lack it to the other."""
+least: ratios of a GPU are to it."""
 EAGER = "without CUDA graphs"
 """Note of an optimizer whose steps are launched one by one."""
 HEADS = "q, k by heads"
@@ -63,15 +63,9 @@ class Entry:
 
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
-    settings = {
-        "rank": rank,
-        "precondition_frequency": PERIOD,
-        "ns_dtype": polar,
-        "backend": backend,
-        "precision": None,
-    }
+    settings = (("rank", rank), ("precondition_frequency", PERIOD), ("ns_dtype", polar), ("backend", backend))
     own = polar if name == "pro-klshampoo" else None
-    return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own)
+    return Entry(name, OPTIMIZERS[name].make, (*settings, ("precision", None)), backend, rank, own)
 
 
 def by_heads(heads: int, weights: list[Tensor], **settings: Any) -> Optimizer:

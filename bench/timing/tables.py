@@ -5,7 +5,7 @@ from pandas import DataFrame, Series
 from bench.markdown import figure, table
 from bench.optimizers import label
 from bench.shapes import SETS
-from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS
+from bench.timing.entries import BATCHED, EAGER, HEADS
 
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""
@@ -29,17 +29,12 @@ def timed(rows: DataFrame) -> DataFrame:
 
 
 def ratios(run: DataFrame) -> tuple[str, list[float]]:
-    """Return what ratios are to, and the ratios: Muon in the same dtype; on a GPU BATCHED, CAPTURED where it is not.
-
-    There they are NaN where Newton-Schulz is in another dtype.
-    """
-    base = next((name for name in (BATCHED, CAPTURED) if (run["optimizer"] == name).any()), "")
-    if not base:
+    """Return what ratios are to, and the ratios: Muon in the same dtype; on a GPU BATCHED, NaN of another dtype's."""
+    batched = run[run["optimizer"] == BATCHED].set_index("model")
+    if batched.empty:
         return "Muon", list(run["ratio"])
-    captured = run[run["optimizer"] == base]
-    of, dtypes = (captured.set_index("model")[key] for key in ("median", "dtype"))
-    other = run["optimizer"].isin(OWN) & (run["dtype"] != run["model"].map(dtypes))
-    return base, list((run["median"] / run["model"].map(of)).mask(other))
+    other = run["optimizer"].isin(OWN) & (run["dtype"] != run["model"].map(batched["dtype"]))
+    return BATCHED, list((run["median"] / run["model"].map(batched["median"])).mask(other))
 
 
 def costs(rows: DataFrame) -> str:
