@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import prokl
-from bench.command import UsageError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -144,23 +143,12 @@ def describe(row: Mapping[str, Any]) -> str:
     return line + (f"; {row['note']}" if row.get("note") else "")
 
 
-def _check(columns: Iterable[str], where: str) -> None:
-    if unknown := sorted(set(columns) - COLUMNS.keys()):
-        raise UsageError(f"{where} has columns {', '.join(unknown)}, unlike bench.rows.COLUMNS; rename or add them")
-
-
 def read(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a file as text; none where there is no file.
-
-    Raises:
-        UsageError: If it has a column that the schema lacks.
-    """
+    """Return the rows of a file as text; none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        _check(reader.fieldnames or (), str(path))
-        return list(reader)
+        return list(csv.DictReader(stream))
 
 
 def having(rows: Iterable[Row], key: Mapping[str, Any]) -> list[Row]:
@@ -170,11 +158,7 @@ def having(rows: Iterable[Row], key: Mapping[str, Any]) -> list[Row]:
 
 
 def frame(path: Path) -> "DataFrame":
-    """Return the rows of a file with typed columns; without rows where there is no file.
-
-    Raises:
-        UsageError: If it has a column that the schema lacks.
-    """
+    """Return the rows of a file with typed columns; without rows where there is no file."""
     return typed(read(path))
 
 
@@ -191,18 +175,14 @@ def typed(rows: Sequence[Row]) -> "DataFrame":
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the rows, all or nothing: an interrupted run leaves the file as it was.
-
-    Raises:
-        UsageError: If one has a column that the schema lacks.
-    """
+    """Write the rows, all or nothing: an interrupted run leaves the file as it was."""
     rows = list(rows)
-    having = {name for row in rows for name in row}
-    _check(having, f"a row for {path}")
+    having = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: None for name in COLUMNS if name in having} | having  # of an older file there may be others
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, [name for name in COLUMNS if name in having], lineterminator="\n")
+        writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: text(value) for name, value in row.items()} for row in rows)
     os.replace(partial, path)
@@ -220,13 +200,10 @@ def upsert(path: Path, rows: Iterable[Mapping[str, Any]], key: Sequence[str]) ->
 
 
 def measured(path: Path, key: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    """Return whether the file has rows with this key, all of this commit, versions and machine, and none of them wrong.
+    """Return whether a file has rows with this key, all of this commit, versions and machine, and none of them wrong.
 
-    Never from a changed tree.
+    It has none of a changed tree.
     """
-    rows = having(read(path), key)
-    if not rows or not here["commit"] or here["commit"].endswith("-dirty"):
-        return False
-    if any(row.get("note", "").startswith("wrong") for row in rows):
-        return False
-    return all(row.get(name, "") == here[name] for row in rows for name in SAME)
+    rows, known = having(read(path), key), bool(here["commit"]) and not here["commit"].endswith("-dirty")
+    right = not any(row.get("note", "").startswith("wrong") for row in rows)
+    return bool(rows) and known and right and len(having(rows, {name: here[name] for name in SAME})) == len(rows)

@@ -3,11 +3,9 @@
 import math
 import subprocess
 
-import pytest
 import torch
 
 from bench import rows
-from bench.command import UsageError
 
 HERE = {column: "x" for column in rows.SAME} | {"commit": "0" * 40}
 
@@ -40,13 +38,10 @@ def test_a_frame_has_numbers_text_and_what_is_missing_of_each(tmp_path):
     assert rows.frame(tmp_path / "none.csv").empty
 
 
-def test_other_columns_are_refused_on_both_ways(tmp_path):
-    with pytest.raises(UsageError, match="has columns colour, unlike bench.rows.COLUMNS"):
-        rows.write(tmp_path / "a.csv", [row("a", 1.0, colour="red")])
-    old = tmp_path / "old.csv"
-    old.write_text("group,model\nstep,muon\n")
-    with pytest.raises(UsageError, match=r"old\.csv has columns group"):
-        rows.read(old)
+def test_columns_of_an_older_file_stay(tmp_path):
+    (tmp_path / "a.csv").write_text("colour,model\nred,a\n")
+    rows.upsert(tmp_path / "a.csv", [row("b", 1.0)], ("model",))
+    assert (tmp_path / "a.csv").read_text() == "model,metric,median,colour\na,,,red\nb,step,1,\n"
 
 
 def test_a_key_counts_as_measured_on_the_same_machine_and_commit(tmp_path):

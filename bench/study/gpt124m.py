@@ -402,7 +402,6 @@ def main(argv: Sequence[str]) -> int:
         print("A search goes on beyond these rates while its last one is the best (bench/study/gpt124m.py).")
         return 0
     command.make_folder(o.out)
-    rows.read(o.out / FILE)  # now, not after training
     threads = torch.get_num_threads()
     if o.device == "cpu":
         torch.set_num_threads(1)  # a tiny model is no work for two, and their sums would have another order

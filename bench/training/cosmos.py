@@ -28,17 +28,9 @@ def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
 class Cosmos(OneByOne):
     """COSMOS for weights of two dimensions, one after another as its authors step them.
 
-    Args:
-        params: matrices.
-        lr: root mean square of an update.
-        rank: r of the subspace.
-        betas: of the momentum, and of the second moments.
-        eps: added to the root of the second moments.
-        gamma: weight of the orthogonalised part; as in the paper's appendix "Comparison with COSMOS".
-        weight_decay: decoupled.
-        ns_dtype: of the Newton-Schulz products.
-
-    State of a weight: step, M (m,n), P (n,r), S (r,r), V (m,r).
+    ``lr`` is the root mean square of an update, ``betas`` are those of the momentum and of the second moments, ``eps``
+    is added to the root of these, and ``gamma`` is the weight of the orthogonalised part, as in the paper's appendix
+    "Comparison with COSMOS". State of a weight: step, M (m,n), P (n,r), S (r,r), V (m,r).
     """
 
     def __init__(

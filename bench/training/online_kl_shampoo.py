@@ -34,15 +34,9 @@ class OnlineKLShampoo(OneByOne):
     The first gradient that is not zero begins the state: by its formulas a zero one, as behind projections that start
     at zero, would leave factors that some hundred steps are spent on.
 
-    Args:
-        params: matrices.
-        lr: largest singular value of an update to independent gradients, over sqrt(m / n).
-        momentum: weight of the EMA of gradients; the direction takes it, Nesterov's way, one step further.
-        beta2: weight of the EMAs of the factors.
-        eps: added to the factors' diagonals.
-        weight_decay: decoupled, as times lr.
-
-    State of a weight: M (m,n), S_a, P_a (m,m), S_b, P_b (n,n).
+    ``lr`` is the largest singular value of an update to independent gradients, over sqrt(m / n), ``momentum`` the
+    weight of the EMA of gradients, which the direction takes, Nesterov's way, one step further, and ``beta2`` that of
+    the factors' EMAs. State of a weight: M (m,n), S_a, P_a (m,m), S_b, P_b (n,n).
     """
 
     def __init__(
