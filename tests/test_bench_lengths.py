@@ -24,10 +24,10 @@ def test_the_figure_shows_tuned_runs_in_one_machines_seconds(tmp_path, monkeypat
     monkeypatch.setattr(figures.Figure, "savefig", save)
     for x in ("step", "seconds"):
         figures.lengths(x, found, curves, x)
-    every, ms = tables.compared(found), tables.step_ms(found)
+    every, ms = tables.best_units(found), tables.step_ms(found)
     for i, model in enumerate(TINY):
         for form, of_steps, of_seconds in zip(tables.DRAWN, drawn["step"][i], drawn["seconds"][i], strict=True):
-            best = every[model, figures.STEPS][form].best
+            best = tables.by_seed(found, every[model, figures.STEPS][form])
             loss = pytest.approx(best[tables.judged(best.index)].mean(), rel=1e-5)
             assert (of_steps.get_xdata()[-1], of_steps.get_ydata()[-1]) == (figures.STEPS, loss)
             seconds = figures.STEPS * ms[model, form] / 1e3

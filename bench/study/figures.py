@@ -13,7 +13,7 @@ from bench.optimizers import OPTIMIZERS, PRO, label
 from bench.study.gpt124m import ADAMW, KEY, OURS
 from bench.study.gpt124m_tables import best_runs
 from bench.study.lengths import FORMS
-from bench.study.lengths_tables import DRAWN, compared, curves_of, judged, step_ms
+from bench.study.lengths_tables import DRAWN, best_units, by_seed, judged, of_unit, step_ms
 from bench.study.lengths_tables import OURS as DEFAULT
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
@@ -79,17 +79,16 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
 
     ``x`` is "step", or "seconds": steps times what one takes, as in the table of shares.
     """
-    every, every_ms = compared(found), step_ms(found)
+    every, every_ms = best_units(found), step_ms(found)
     models = list(dict.fromkeys(model for model, _ in every))
     figure = Figure((5.5 * len(models), 3.8), layout="constrained")
     panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
-        runs = every.get((model, STEPS), {})
-        best = {form: unit for form in DRAWN if form in runs and (unit := runs[form].unit)}
-        seeds = judged(set.intersection(*(set(runs[form].best.index) for form in best)) if best else ())
+        best = {form: unit for form in DRAWN if (unit := every.get((model, STEPS), {}).get(form))}
+        seeds = judged(set.intersection(*(set(by_seed(found, unit).index) for unit in best.values())) if best else ())
         ends = {}
         for form, unit in best.items():
-            its = curves_of(curves, unit)
+            its = of_unit(curves, unit).sort_values("step")
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             colour = OPTIMIZERS[unit.hyper().method].colour
             style = {"lw": 2.4} if form == DEFAULT else {"lw": 1.3, "alpha": 0.6}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 import numpy as np
 from pandas import DataFrame, Series
@@ -24,40 +23,40 @@ AS_QUICK = 1.5
 """Largest ratio of the times of two runs on one machine; the machines differ by two."""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The runs of one method on one model at one length: final losses by seed."""
-
-    default: Series  # at the defaults as they are
-    unit: Unit | None  # the best settings, where they are known
-    best: Series  # at these
-
-
-def compared(found: DataFrame) -> dict[tuple[str, int], dict[str, Runs]]:
-    """Return the runs of every method by model and length, from a file's rows."""
+def best_units(found: DataFrame) -> dict[tuple[str, int], dict[str, Unit | None]]:
+    """Return the best settings of every method by model and length, None where they are not known."""
     losses = units(found)
-    by_seed: dict[Unit, dict[int, float]] = {}
-    for unit, loss in losses.items():
-        by_seed.setdefault(replace(unit, seed=FIRST_SEED), {})[unit.seed] = loss
-
-    def runs(model: str, steps: int, form: str) -> Runs:
-        unit, _ = tuned(model, steps, form, losses)
-        default, best = (
-            Series(by_seed.get(one, {}), dtype=float).sort_index()  # type: ignore[arg-type]
-            for one in (at_default(model, steps, form, FIRST_SEED), unit)
-        )
-        return Runs(default, unit, best)
-
     models = list(dict.fromkeys(unit.model for unit in losses))
-    lengths = sorted({(models.index(unit.model), unit.steps) for unit in losses})
-    return {(models[i], steps): {form: runs(models[i], steps, form) for form in FORMS} for i, steps in lengths}
+    lengths = sorted({(unit.model, unit.steps) for unit in losses}, key=lambda one: (models.index(one[0]), one[1]))
+    return {one: {form: tuned(*one, form, losses)[0] for form in FORMS} for one in lengths}
 
 
-def judged(seeds: Iterable[int], alone: bool = True) -> list[int]:
-    """Return which seeds count: not the one that rates are selected on, unless, with ``alone``, there is no other."""
+def of_unit(rows: DataFrame, unit: Unit) -> DataFrame:
+    """Return the rows of a unit's settings on all seeds."""
+    same = (rows["model"] == unit.model) & (rows["steps"] == unit.steps) & (rows["optimizer"] == unit.form)
+    same &= rows["lr"] == unit.lr
+    for name, value in (("adamw_lr", unit.adamw_lr), ("alpha_kl", unit.alpha_kl)):
+        if name in rows:
+            same &= rows[name].isna() if value is None else rows[name] == value
+    return rows[same]
+
+
+def by_seed(found: DataFrame, unit: Unit | None) -> Series:
+    """Return the final losses of a unit's settings by seed, infinite where a run diverged."""
+    if unit is None:
+        return Series(dtype=float)
+    return of_unit(found, unit).set_index("seed")["validation_loss"].fillna(math.inf)
+
+
+def _others(losses: Series) -> Series:
+    """Return the losses of the seeds that rates are not selected on."""
+    return losses.drop(FIRST_SEED, errors="ignore")
+
+
+def judged(seeds: Iterable[int]) -> list[int]:
+    """Return which seeds count: not the one that rates are selected on, unless there is no other."""
     found = sorted(seeds)
-    others = [seed for seed in found if seed != FIRST_SEED]
-    return others or found if alone else others
+    return [seed for seed in found if seed != FIRST_SEED] or found
 
 
 def losses_table(found: DataFrame) -> str:
@@ -67,22 +66,22 @@ def losses_table(found: DataFrame) -> str:
     fewer seeds than others has less of an error, or none.
     """
     shown = [form for form in FORMS if form in set(found["optimizer"][found["seed"] != FIRST_SEED])]
-    every, times = compared(found), optimizer_ms(found)
+    every, times = best_units(found), optimizer_ms(found)
     models = dict.fromkeys(model for model, _ in every)
     lines: list[dict[str, object]] = []
     for form in shown:
         its = found[found["optimizer"] == form]
         cells: dict[str, object] = {"optimizer": FORMS[form].label}
-        for (model, steps), runs in every.items():
-            both = [its[judged(its.index, alone=False)] for its in (runs[form].default, runs[form].best)]
+        for (model, steps), best in every.items():
+            both = [_others(by_seed(its, unit)) for unit in (at_default(model, steps, form, FIRST_SEED), best[form])]
             if any(map(len, both)):
-                cells[f"{model}, {steps:,}"] = " / ".join(map(_mean, both))
-        if len(cells) == 1:
-            continue
-        state = its.groupby("model")["state_mb"].median().reindex(models)
-        cells["step, ms"] = " / ".join(figure(times.get((model, form)), 0) for model in models)
-        cells["state, MB"] = " / ".join(figure(mb, 1) for mb in state)
-        lines.append(cells)
+                means = (with_error(one.mean(), one.sem(), 3) if len(one) else "-" for one in both)
+                cells[f"{model}, {steps:,}"] = " / ".join(means)
+        if len(cells) > 1:
+            state = its.groupby("model")["state_mb"].median().reindex(models)
+            cells["step, ms"] = " / ".join(figure(times.get((model, form)), 0) for model in models)
+            cells["state, MB"] = " / ".join(figure(mb, 1) for mb in state)
+            lines.append(cells)
     lengths = [name for one in every if any((name := f"{one[0]}, {one[1]:,}") in cells for cells in lines)]
     columns = ["optimizer", *lengths, "step, ms", "state, MB"]
     return table(DataFrame(lines, columns=columns).fillna("-"), 1)
@@ -90,17 +89,12 @@ def losses_table(found: DataFrame) -> str:
 
 def short_table(found: DataFrame, steps: int) -> str:
     """Return the tuned losses of the main methods at one length, by model: means of the seeds that rates are not on."""
-    every = {model: runs for (model, length), runs in compared(found).items() if length == steps}
+    every = {model: best for (model, length), best in best_units(found).items() if length == steps}
     lines = []
     for form in MAIN:
-        best = {model: runs[form].best for model, runs in every.items()}
-        means = {model: f"{its[judged(its.index, alone=False)].mean():.3f}" for model, its in best.items() if len(its)}
+        means = {model: figure(_others(by_seed(found, best[form])).mean(), 3) for model, best in every.items()}
         lines.append({"optimizer": FORMS[form].label} | means)
-    return table(DataFrame(lines).fillna("-"), 1)
-
-
-def _mean(losses: Series) -> str:
-    return with_error(losses.mean(), losses.sem(), 3) if len(losses) else "-"
+    return table(DataFrame(lines), 1)
 
 
 def reached_table(found: DataFrame, length: int) -> str:
@@ -108,21 +102,22 @@ def reached_table(found: DataFrame, length: int) -> str:
 
     Of runs of one length, by model; seconds are steps times :func:`step_ms`.
     """
-    curve = frame(RESULTS / "lengths-curves.csv")
+    curve = frame(RESULTS / "lengths-curves.csv").sort_values("step")
     every_ms = step_ms(found)
     lines: dict[str, dict[str, object]] = {}
-    for model, every in ((model, every) for (model, steps), every in compared(found).items() if steps == length):
-        best = {form: runs.unit for form, runs in every.items() if runs.unit is not None}
-        own = {form: dict(list(curves_of(curve, unit).groupby("seed"))) for form, unit in best.items()}
+    for model, best in ((model, best) for (model, steps), best in best_units(found).items() if steps == length):
+        own = {form: dict(list(of_unit(curve, unit).groupby("seed"))) for form, unit in best.items() if unit}
         reference = own.pop(REFERENCE, {})
         for form, its in own.items():
-            both = judged(its.keys() & reference.keys())
-            steps = np.mean([_share(its[seed], reference[seed]) for seed in both]) if both else math.nan
-            if math.isnan(steps):
+            shares = []
+            for seed in judged(its.keys() & reference.keys()):
+                losses, steps = (its[seed][name].to_numpy(float) for name in ("validation_loss", "step"))
+                shares.append(reached(losses, steps, reference[seed]["validation_loss"].iloc[-1]) / length)
+            if not shares or math.isnan(share := float(np.mean(shares))):
                 continue
             slower = every_ms[model, form] / every_ms[model, REFERENCE]
             cells = lines.setdefault(form, {"optimizer": FORMS[form].label})
-            cells |= {f"{model}, steps": f"{steps:.2f}", f"{model}, seconds": figure(steps * slower, 2)}
+            cells |= {f"{model}, steps": f"{share:.2f}", f"{model}, seconds": figure(share * slower, 2)}
     return table(DataFrame([lines[form] for form in FORMS if form in lines]).fillna("-"), 1)
 
 
@@ -142,19 +137,3 @@ def optimizer_ms(found: DataFrame) -> Series:
 def step_ms(found: DataFrame) -> Series:
     """Return the same with forward and backward."""
     return optimizer_ms(found).add(found.groupby("model")["model_ms"].min(), level="model")
-
-
-def curves_of(curve: DataFrame, unit: Unit) -> DataFrame:
-    """Return the curves of a unit's settings on all seeds."""
-    same = (curve["model"] == unit.model) & (curve["steps"] == unit.steps) & (curve["optimizer"] == unit.form)
-    same &= curve["lr"] == unit.lr
-    for name, value in (("adamw_lr", unit.adamw_lr), ("alpha_kl", unit.alpha_kl)):
-        if name in curve:
-            same &= curve[name].isna() if value is None else curve[name] == value
-    return curve[same].sort_values("step")
-
-
-def _share(its: DataFrame, reference: DataFrame) -> float:
-    """Return the share of the reference's steps after which its final loss is reached; nan if never."""
-    losses, steps = (its[name].to_numpy(float) for name in ("validation_loss", "step"))
-    return reached(losses, steps, reference["validation_loss"].iloc[-1]) / reference["step"].iloc[-1]
