@@ -174,7 +174,8 @@ def _of_gradient(batch: Batch) -> dict[str, Tensor]:
         return {}
     assert batch.weight_rms is not None
     G, method = batch.gradient, batch.method
-    h = method.hyper(batch.group, batch.m, batch.n, G.dtype, G.device)
+    m, n = G.shape[-2:]
+    h = method.hyper(batch.group, m, n, G.dtype, G.device)
     squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
     usable = in_float32(squares) & on_device(batch.has_gradient, torch.bool, G.device)
     zero = G == 0
@@ -182,7 +183,7 @@ def _of_gradient(batch: Batch) -> dict[str, Tensor]:
     figures = {"whitened_size": method.whitened_size(OPS, G, batch.state, h), "idle_rows": idle}
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
     D = method.step(OPS, G, batch.state, h, scales, usable)[0].dense()
-    figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (D.shape[-2] * D.shape[-1]) ** 0.5
+    figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (m * n) ** 0.5
     if "U" in batch.state:
         U = batch.state["U"]
         for figure, whole in (("captured_energy", G), ("subspace_share", D)):
