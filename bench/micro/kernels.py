@@ -251,7 +251,7 @@ KERNELS: tuple[Case, ...] = (
     Case("symmetric S and K", tensors("A rmT", "C rr~", alpha=0.05, beta=0.95, ahead=0.95), call("extrapolated", "A"),
          dtypes=(FP32, FP64), timed=(FP32,), module=symmetric_product),
     Case("turn S and Q_S", tensors("T rr", "S rr~", "Q_S rr"), call("turned", "T", "S", "Q_S"), dtypes=(FP32, FP64),
-         timed=(FP32,), module=turn),
+         timed=(FP32,), module=turn, operand="arithmetic"),
     # Products of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
     product_case("product V F", "nr, rr", ("alpha .",), timed=(FP32,)),
     product_case("symmetric W", "rnT", timed=(FP32,)),
