@@ -171,7 +171,7 @@ def test_the_device_is_waited_for_once(cls, kwargs, monkeypatch):
     with pytest.raises(Finished), ForbidHostReads():
         diagnostics.scalars(optimizer)
     with pytest.raises(Finished), ForbidHostReads():
-        diagnostics.eigenvalues(optimizer)
+        diagnostics.spectra(optimizer)
     with ForbidHostReads():
         diagnostics.phi(optimizer)
     assert len(copies) == 2

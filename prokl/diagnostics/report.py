@@ -61,24 +61,7 @@ def scalars(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) ->
 
 
 @torch.no_grad()
-def eigenvalues(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
-    """Return every begun matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
-
-    Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
-    "mu", (1,), which counts n - r times. Arguments and errors as in :func:`scalars`.
-    """
-    names, roots = [], []
-    for batch in batches(unwrapped(optimizer).engine, model):
-        kept = {factor: batch.state[key] for factor, key in FACTORS.items() if key in batch.state}
-        names.append(batch.names)
-        roots.append({factor: value.reshape(len(batch.names), -1) for factor, value in kept.items()})
-    return {
-        name: {factor: value[b].pow(-2).sort(descending=True).values for factor, value in of_batch.items()}
-        for of_names, of_batch in zip(names, on_host(roots), strict=True)
-        for b, name in enumerate(of_names)
-    }
-
-
+@without_autocast
 def spectra(
     optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, *, rank: Rank = "auto"
 ) -> dict[str, dict[str, Tensor]]:
@@ -96,13 +79,21 @@ def spectra(
         TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`, or ``rank`` below 1.
     """
     check("rank", rank, RANK)
+    names, roots = [], []
+    for batch in batches(unwrapped(optimizer).engine, model):
+        names.append(batch.names)
+        kept = {factor: batch.state[key] for factor, key in FACTORS.items() if key in batch.state}
+        roots.append({factor: value.reshape(len(batch.names), -1) for factor, value in kept.items()})
     by_weight: dict[str, dict[str, Tensor]] = {}
-    for name, factors in eigenvalues(optimizer, model).items():
-        begins = len(factors["S"]) if "S" in factors else effective_rank(rank, len(factors["L"]), len(factors["R"]))
-        units = {"S": factors["mu"]} if "S" in factors else {}
-        for factor in factors.keys() - {"mu", "S"}:
-            units[factor] = factors[factor][min(begins, len(factors[factor]) - 1) :].mean()
-        by_weight[name] = {factor: factors[factor] / units[factor] for factor in factors if factor in units}
+    for of_names, of_batch in zip(names, on_host(roots), strict=True):
+        values = {factor: value.pow(-2).sort(dim=-1, descending=True).values for factor, value in of_batch.items()}
+        m, n = (values[factor].shape[-1] if factor in values else 0 for factor in "LR")
+        begins = values["S"].shape[-1] if "S" in values else effective_rank(rank, m, n)
+        mu = values.pop("mu", None)
+        for factor, value in values.items():
+            tail = value[:, min(begins, value.shape[-1] - 1) :].mean(dim=-1, keepdim=True)
+            values[factor] = value / (mu if mu is not None and factor == "S" else tail)
+        by_weight |= {name: {factor: v[b] for factor, v in values.items()} for b, name in enumerate(of_names)}
     return by_weight
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from prokl.backends.device import without_autocast
 from prokl.diagnostics.report import figures_of
-from prokl.diagnostics.weights import clocks, named, skips, unwrapped
+from prokl.diagnostics.weights import counts, named, unwrapped
 from prokl.matrix_optimizer import MatrixOptimizer
 
 MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
@@ -90,14 +90,15 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
             "not its numbers."
         )
     inner = unwrapped(optimizer)
-    matrices, skipped = figures_of(inner.engine, model, skips(inner.engine, model))
+    steps, stopped = counts(inner.engine, model)
+    matrices, skipped = figures_of(inner.engine, model, stopped)
     for own in matrices.values():
         bases = [value for figure, value in own.items() if figure.startswith("orthogonality_")]
         own["orthogonality"] = math.nan if any(map(math.isnan, bases)) else max(bases)
         if math.isinf(own.get("update_to_weight", 0.0)):
             del own["update_to_weight"]
     totals = {
-        "steps": clocks(inner.engine, model),
+        "steps": steps,
         "clipped": {name: int(own["clipped"]) for name, own in matrices.items()},
         "skipped": {name: int(count) for name, count in skipped.items()},
     }
@@ -123,7 +124,7 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     words = list(_words(numbers, worst, matrices, gained, without, len(moving)))
     if since is not None and not without:
         # A matrix that had not begun at the last call, nor has by now, although others have stepped for long.
-        waiting = [name for name, step in totals["steps"].items() if step < 0 and before["steps"].get(name, 0) < 0]
+        waiting = [name for name, step in steps.items() if step < 0 and before["steps"].get(name, 0) < 0]
         if waiting and max(before["steps"].values()) >= EARLY:
             words.insert(
                 0,

@@ -130,23 +130,22 @@ def matrix_name(member: Member, name: str, b: int) -> str:
     return f"{name}[{b}]" if member.p.ndim == 3 else name
 
 
-def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
-    """Return the steps of every matrix by its name; -1 before its first usable gradient, if it may move."""
-    found = {}
-    for weight, name in named(engine.groups, model):
-        for member in engine.members(weight) if weight.matrix else ():
-            for b, step in enumerate(clock(member, engine.state.get(weight.p, {}))):
-                if step >= 0 or may_move(weight.p):
-                    found[matrix_name(member, (name or weight.name) + member.suffix, b)] = step
-    return found
+def counts(engine: Engine, model: nn.Module | None) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return what is counted without a gradient at hand.
 
-
-def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
-    """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
-    found: dict[str, Tensor] = {}
+    The steps of every matrix by its name, -1 before its first usable gradient, if it may move; and by weight, and by
+    piece of a split one, the gradients that were not finite.
+    """
+    steps: dict[str, int] = {}
+    skipped: dict[str, Tensor] = {}
     for weight, name in named(engine.groups, model):
-        own = {k: v for k, v in engine.state.get(weight.p, {}).items() if k.partition(".")[0] == "skipped"}
+        name, state = name or weight.name, engine.state.get(weight.p, {})
         if weight.p in engine.adamw.skipped:
-            own["skipped"] = torch.as_tensor(engine.adamw.skipped[weight.p])
-        found |= {(name or weight.name) + key.removeprefix("skipped"): value for key, value in own.items()}
-    return found
+            skipped[name] = torch.as_tensor(engine.adamw.skipped[weight.p])
+        for member in engine.members(weight) if weight.matrix else ():
+            if "skipped" + member.suffix in state:
+                skipped[name + member.suffix] = state["skipped" + member.suffix]
+            for b, step in enumerate(clock(member, state)):
+                if step >= 0 or may_move(weight.p):
+                    steps[matrix_name(member, name + member.suffix, b)] = step
+    return steps, skipped
