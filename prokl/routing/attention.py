@@ -92,8 +92,8 @@ def _roles(o: Owner, count: int) -> str:
 
     "*" is one that makes all three, head by head.
     """
-    layer = o.attr == "weight" and o.path
-    name = o.path[-1] if layer else o.attr
+    layer = o.attr == "weight" and o.last
+    name = o.last if layer else o.attr
     if count == 1 and name == "query_key_value" and type(_holders(o)[0]).__name__ in SIDE_BY_SIDE:
         return "*"
     if count == 1:

@@ -64,15 +64,15 @@ def fused(o: Owner, rows: int) -> Split:
         return 2 if apart or o.kind == "Llama4TextExperts" else None
     if not o.around or p.ndim != 2 or o.attr != "weight":
         return None
-    if o.conv1d and o.path[-1] == "c_attn" and p.shape[1] in (2 * p.shape[0], 3 * p.shape[0]):
+    if o.conv1d and o.last == "c_attn" and p.shape[1] in (2 * p.shape[0], 3 * p.shape[0]):
         return p.shape[1] // p.shape[0]
     if not o.linear:
         return None
     holder, cls = o.around[0], type(o.around[0])
-    if o.path[-1] == "gate_up_proj":
+    if o.last == "gate_up_proj":
         return 2 if getattr(getattr(holder, "down_proj", None), "in_features", None) == rows // 2 else None
     names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
-    rule = next((FUSED[name, o.path[-1]] for name in names if (name, o.path[-1]) in FUSED), None)
+    rule = next((FUSED[name, o.last] for name in names if (name, o.last) in FUSED), None)
     if rule != "grouped":
         return rule
     head, shared = getattr(holder, "head_dim", None), getattr(holder, "num_key_value_heads", None)
@@ -138,7 +138,8 @@ class Layouts:
         note = "; stored (in, out)" if transposed else ""
         if split is not None:
             note += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
-        unsplit = split is None and by_hand is None and any(map(_named_as_fused, owners))
+        layers = (o.last for o in owners if o.linear or o.conv1d)
+        unsplit = split is None and by_hand is None and any(map(NAMED_AS_FUSED.fullmatch, layers))
         divided, words, told = None, "", self._counts.get(counted)
         try:
             if told != 1 and (told or self._by_heads):
@@ -155,11 +156,12 @@ class Layouts:
             split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
-            module = next((o.path[-1] for o in owners if o.path and QKV.fullmatch(o.path[-1])), None)
+            module = next((o.last for o in owners if QKV.fullmatch(o.last)), None)
             if module is not None and rows == 3 * cols and not route.frozen:
                 self._suspects.append((route.names[0], module))
         note += words
-        if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
+        told_so = (issubclass(o.cls, nn.Bilinear) or getattr(o.module, "is_transposed", None) is False for o in owners)
+        if p.ndim == 3 and not transposed and not any(told_so):
             note += "; each read as (out, in) (transposed= reads it as (in, out))"
         ranks = tuple(effective_rank(rank, min(size, cols), max(size, cols)) for size in sizes)
         one = ranks[0] if len(set(ranks)) == 1 else ranks
@@ -202,14 +204,6 @@ def _misfit(ndim: int, split: Split, sizes: Sequence[int], rows: int, cols: int)
     if sum(sizes) != rows or min(sizes) < 1:
         return f"its output dimension is {rows}"
     return "a piece would be 1x1" if cols == 1 and min(sizes) == 1 else None
-
-
-def _says_how_stored(o: Owner) -> bool:
-    return issubclass(o.cls, nn.Bilinear) or getattr(o.module, "is_transposed", None) is False
-
-
-def _named_as_fused(o: Owner) -> bool:
-    return (o.linear or o.conv1d) and bool(o.path) and NAMED_AS_FUSED.fullmatch(o.path[-1]) is not None
 
 
 def _number(pattern: str, value: int) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from prokl.algorithm.names import unwrapped_name
 from prokl.routing.layout import NAMED_AS_FUSED
 from prokl.routing.owners import Owner, asked
+from prokl.routing.routes import COPY
 from prokl.routing.rules import choose
 
 Path = tuple[str, ...]
 
-# A component that counts copies of a block: the 3 of layers.3, encoder_layer_0.
-COPY = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
 ANYWHERE = re.compile(r"(\w+_)?lm_?heads?|output_heads?|unembed(ding)?|embed_out|to_logits")
 # Modules whose last layer is the output: RoBERTa's classifier.out_proj, DETR's bbox_predictor.layers.2.
 WHOLE = re.compile(r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits)|scores?|qa_outputs|logits_\w+")
@@ -48,7 +47,7 @@ class OutputHeads:
         self._hidden = {
             o.path
             for o, after in pairwise(matrices)
-            if o.linear and after.linear and o.path and LAYER.fullmatch(o.path[-1])
+            if o.linear and after.linear and LAYER.fullmatch(o.last)
             if after.path[: len(o.path) - 1] == o.path[:-1] and _outputs(o) in _inputs(after)
         }
         self._several = sum(p.ndim >= 2 for p in owners) > 1
@@ -118,8 +117,7 @@ class OutputHeads:
         """
         if o.path not in self._layers or _in_copy(_without_index(o.path)):
             return None
-        fused = bool(o.path) and NAMED_AS_FUSED.fullmatch(o.path[-1]) is not None
-        if fused or self._in_attention(o.path):  # 3 x 64 rows of q, k and v beside 192 words
+        if NAMED_AS_FUSED.fullmatch(o.last) or self._in_attention(o.path):  # 3 x 64 rows of q, k and v beside 192 words
             return None
         size = _outputs(o)
         if size in self._inputs:
@@ -140,7 +138,7 @@ class OutputHeads:
             taken, given = o.p.shape[-1], {size for other in held if other.path != o.path for size in _given(other)}
             maps = {_outputs(other) for other in held if other.path != o.path and other.layer and other.convolution}
             takes = taken in given or any(taken % size == 0 for size in maps)  # flattened maps
-            direct = o.linear and len(o.path) - self._shared == 1 and not ROUTER.fullmatch(o.path[-1])
+            direct = o.linear and len(o.path) - self._shared == 1 and not ROUTER.fullmatch(o.last)
             if not direct or o.p.shape[0] in self._inputs or not takes:
                 break
             closing[o.path] = "last layer, whose outputs no other takes"
@@ -191,7 +189,7 @@ class OutputHeads:
 
 
 def _in_copy(path: Path) -> bool:
-    return any(COPY.fullmatch(part) for part in path)
+    return COPY.search(".".join(path)) is not None
 
 
 def _without_index(path: Path) -> Path:

@@ -33,6 +33,7 @@ class Owner:
         kind: the name of that class.
         around: the module that holds this one, whatever wraps it, then what holds that, up to the model.
         path: the module's path in lower case, without wrappers.
+        last: the last component of that; "" of the model itself.
         written: the parameter's own name; "weight" of the one that a norm of weights makes a weight of.
         attr: the same in lower case.
         closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
@@ -61,7 +62,7 @@ class Owner:
     ) -> None:
         self.p, self.name, self.module, self.cls, self.kind = p, name, module, cls, cls.__name__
         self.around, self.path, self.written, self.closes = around, path, written, closes
-        self.attr = written.lower()
+        self.attr, self.last = written.lower(), path[-1] if path else ""
         weight = self.attr == "weight"
         self.linear = weight and (issubclass(cls, nn.Linear) or "Linear" in self.kind)
         copy = weight and p.ndim == 2 and any(base.__name__ == "Conv1D" for base in cls.__mro__)
@@ -79,7 +80,7 @@ class Owner:
     def says(self, pattern: re.Pattern[str]) -> bool:
         """Return True if a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
         container = issubclass(self.cls, (nn.ParameterList, nn.ParameterDict))
-        parts = (*self.path[-1:], self.attr) if container or self.attr == "weight" else (self.attr,)
+        parts = (self.last, self.attr) if container or self.attr == "weight" else (self.attr,)
         return self.raw and any(pattern.search(part) for part in parts)
 
 
