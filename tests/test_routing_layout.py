@@ -244,6 +244,12 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
         param_groups(nn.ModuleDict({**model, "head": linear(8, 8)}), **RATES)
 
 
+def test_the_warning_of_q_k_and_v_means_all_blocks_in_any_case():
+    model = nn.ModuleDict({str(i): holding(Wqkv=linear(8, 24)) for i in range(2)})
+    with pytest.warns(UserWarning, match=r"split={'\*\.Wqkv\.weight': 3}"):
+        param_groups(model, **RATES)
+
+
 def test_the_warning_of_q_k_and_v_names_one_modules_weights():
     model = nn.ModuleDict({"0": holding(qkv=nn.utils.parametrizations.weight_norm(linear(8, 24)))})
     with pytest.warns(UserWarning, match=r"split={'\*\.qkv\.parametrizations\.weight\.original1': 3}"):

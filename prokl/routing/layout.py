@@ -181,7 +181,8 @@ class Layouts:
         if not self._suspects:
             return None
         name, module = self._suspects[0]
-        pattern = "*." + name[name.rindex(module + ".") :] if f".{module}." in name else name
+        place = name.lower().rfind(f".{module}.")
+        pattern = name if place < 0 else f"*{name[place:]}"  # of all blocks
         return (
             f"{name!r}{' and others look' if len(self._suspects) > 1 else ' looks'} like q, k and v in one weight, "
             "which is stepped as one matrix and ends higher (docs/findings.md, fused weights). If the rows are those "
