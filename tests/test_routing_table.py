@@ -34,6 +34,12 @@ def test_repeated_blocks_are_one_line_a_weight_with_their_number():
     assert len(groups.routes) == 97
 
 
+def test_equal_ranks_of_many_heads_are_one_number():
+    groups = param_groups(holding(attn=nn.MultiheadAttention(48, 12)), **RATES)
+    assert groups.routes[0].rank == (1,) * 24 + (8,)
+    assert "in_proj_weight   144x48  matrix     24 × 1,8      q, k and v" in str(groups)
+
+
 def test_what_differs_has_a_line_of_its_own_and_gaps_are_shown():
     model = holding(layers=nn.ModuleList(holding(up=linear(8, 9 if i == 3 else 12)) for i in range(7)))
     model.layers[5].up.requires_grad_(False)

@@ -74,7 +74,9 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
     for name, route in _collapsed(routes):
         shape = "x".join(map(str, route.shape)) or "scalar"
         ranks = route.rank if isinstance(route.rank, tuple) else (route.rank,)
-        rank = [",".join("-" if r is None else str(r) for r in ranks)] if with_rank else []
+        runs = [("-" if rank is None else str(rank), len(list(run))) for rank, run in groupby(ranks)]
+        shown = (f"{count} × {rank}" if count > 2 else ",".join([rank] * count) for rank, count in runs)
+        rank = [",".join(shown)] if with_rank else []
         rows.append((name, shape, route.algorithm, *rank, route.reason))
         blank = [""] * (len(rows[0]) - 1)
         rows.extend((f"  = {alias}", *blank) for alias in route.names[1:])
