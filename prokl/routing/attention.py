@@ -37,20 +37,11 @@ class NotByHeads(Exception):
 def by_heads(
     owners: Sequence[Owner], transposed: bool, sizes: Sequence[int], told: int | None, unsplit: bool
 ) -> tuple[list[int] | None, str]:
-    """Divide the queries and keys of a weight by heads.
+    """Divide the queries and keys of a weight, stored (in, out) if ``transposed``, by heads.
 
-    Args:
-        owners: its names.
-        transposed: whether it is stored (in, out).
-        sizes: the rows of its pieces.
-        told: how many heads its first piece has; None for what modules say.
-        unsplit: whether its name is that of several matrices, and it is one piece.
-
-    Returns:
-        The rows of all pieces, and what the table says: None and "" where none makes queries or keys.
-
-    Raises:
-        NotByHeads: the number is not known, or does not fit the rows.
+    ``sizes`` are the rows of its pieces, and ``told`` how many heads the first one has, None for what modules say; it
+    is ``unsplit`` if its name is that of several matrices and it is one. Returns the rows of all pieces and what the
+    table says: None and "" where none makes queries or keys. Raises NotByHeads where no number fits.
     """
     o, letters = next(((o, roles) for o in owners if (roles := _roles(o, len(sizes)))), (owners[0], ""))
     if told is None and not letters:

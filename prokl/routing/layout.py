@@ -127,8 +127,13 @@ class Layouts:
         split = None if by_hand is None else self._pieces[by_hand]
         if by_hand is None and (self._split_fused or self._counts.get(counted, 1) > 1):
             split = next((known for o in owners if (known := fused(o, rows))), None)
-        sizes = _sizes(split, rows)
-        if why := _misfit(p.ndim, split, sizes, rows, cols):
+        sizes = [rows // split] * split if isinstance(split, int) else list(split or [rows])
+        why = "a piece would be 1x1" if cols == 1 and min(sizes) == 1 else None
+        if sum(sizes) != rows or min(sizes) < 1:
+            why = f"its output dimension is {rows}"
+        if split is not None and p.ndim > 3:
+            why = "it is a convolution, which stays whole"
+        if why:
             if by_hand is not None:
                 raise ValueError(
                     f"{by_hand}: {split!r} does not fit {route.names[0]!r} of shape {route.shape}: {why}; give a "
@@ -189,22 +194,6 @@ class Layouts:
             f"of q, then k, then v, give split={{{pattern!r}: 3}} and heads={{{pattern!r}: number of heads}}; else "
             f"split={{{pattern!r}: 1}}."
         )
-
-
-def _sizes(split: Split, rows: int) -> list[int]:
-    """Return the outputs of every piece."""
-    if split is None:
-        return [rows]
-    return [rows // split] * split if isinstance(split, int) else list(split)
-
-
-def _misfit(ndim: int, split: Split, sizes: Sequence[int], rows: int, cols: int) -> str | None:
-    """Return why a weight does not divide so."""
-    if split is not None and ndim > 3:
-        return "it is a convolution, which stays whole"
-    if sum(sizes) != rows or min(sizes) < 1:
-        return f"its output dimension is {rows}"
-    return "a piece would be 1x1" if cols == 1 and min(sizes) == 1 else None
 
 
 def _number(pattern: str, value: int) -> int:

@@ -54,9 +54,7 @@ def unfit(p: Tensor) -> str | None:
 def choose(owners: Sequence[Owner], head: str | None) -> Route:
     """Return the route where no pattern decides: rules 3 to 14 of :func:`prokl.param_groups`.
 
-    Args:
-        owners: the parameter under all of its names.
-        head: why it is an output head, or None where it is none.
+    ``head`` says why it is an output head, None where it is none.
     """
     p = owners[0].p
 
