@@ -1,7 +1,7 @@
 """The scalar gauge (c L, R / c): free in the objective and in the equations, bounded by the clip of the eigenvalues.
 
 The gradients are A^1/2 Z B^1/2 with diagonal A and B, in whose eigenbases the expected statistics are closed forms.
-These go through the step's own eigenvalue EMA, `prokl.algorithm.evidence.averaged`.
+These go through the step's own eigenvalue EMA, in `prokl.algorithm.evidence.admit`.
 """
 
 import math
@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prokl.algorithm.evidence import averaged
+from prokl.algorithm.evidence import admit
 from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.types import Roots
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
 
 A = torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64)
@@ -32,19 +31,13 @@ def at_gauge(c):
 
 def expected_step(lambda_L, lambda_S, mu, ceilings):
     """One step of the eigenvalue EMA with the statistics' expectations."""
-    before = Roots(lambda_L.rsqrt()[None], lambda_S.rsqrt()[None], mu.rsqrt()[None])
-    s_L, s_S, s_mu = averaged(
-        before,
-        before,
-        (A * (B[:R] / lambda_S).sum())[None],
-        (B[:R] * (A / lambda_L).mean())[None],
-        (A * B[R:].sum())[None],
-        torch.zeros(1, dtype=torch.float64),
-        torch.tensor([ceilings / ceiling(N)], dtype=torch.float64),
-        SimpleNamespace(beta2=BETA2),
-        N,
-    )[0]
-    return s_L[0] ** -2, s_S[0] ** -2, s_mu[0] ** -2
+    state = {"inv_sqrt_lambda_L": lambda_L.rsqrt(), "inv_sqrt_lambda_S": lambda_S.rsqrt(), "inv_sqrt_mu": mu.rsqrt()}
+    state |= {"lambda_0": torch.tensor((ceiling(N) / ceilings) ** 2, dtype=torch.float64)}
+    state = {key: t[None] for key, t in state.items()}
+    h = SimpleNamespace(beta2=BETA2, eps=0.0, clip_threshold=None)
+    squares = torch.outer(A, B[:R])[None]
+    s = admit(squares.sqrt(), squares, (A * B[R:].sum())[None], state, h, N).s
+    return s.L[0] ** -2, s.S[0] ** -2, s.mu[0] ** -2
 
 
 def product(lambda_L, lambda_S, mu):

@@ -322,7 +322,7 @@ class Algebra:
             K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
         """
         V = self.product(G_perp.mT, Y, C=self.product(U, K), alpha=alpha)
-        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, self.product)
+        return qr.signed_qr(V)[0] if self.host_readable else qr.cholesky_tracking(V, K, U, self.product)
 
     def semidefinite_qr(self, L: Tensor) -> tuple[Factor, Factor]:
         """Return Q and R of qr(L), as products take them, for a positive semi-definite L (B,m,m).
@@ -339,7 +339,7 @@ class Algebra:
     def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r)."""
         if self.host_readable:
-            return qr.householder_qr(self.product(S, Q))
+            return qr.signed_qr(self.product(S, Q))[0]
         return qr.cholesky_coordinates(S, Q, self.product)
 
     def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Factor, Tensor, Tensor]:

@@ -168,31 +168,9 @@ def measured(A: Tensor, e_res: Tensor, a: Roots, n: int) -> tuple[Tensor, Tensor
     return ell, rho, e_res, unit, (rows * unit[:, None], columns * unit[:, None], overall * unit)
 
 
-def averaged(
-    s: Roots, a: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int
-) -> tuple[Roots, Roots]:
-    """Do the eigenvalue EMA with clip (Algorithm 2 (3)): lambda_L, lambda_S, then mu_perp with the new lambda_L.
-
-    Args:
-        s, a: clipped inverse roots before the step, undamped and damped.
-        ell: r ldiag (B,m). rho: rdiag (B,r). e_res: energies of the rows of G_perp (B,m).
-        eps: damping (B,). factor: of the ceilings (B,).
-        h: hyper-parameters. n: long side, above r.
-
-    Returns:
-        The new clipped inverse roots, undamped and damped.
-    """
-    (m, r), eps_k = (ell.shape[-1], rho.shape[-1]), eps[:, None]
-    s_L = clipped_ema(s.L, (ell + a.mu[:, None] ** 2 * e_res) / n, h.beta2, (ceiling(m) * factor)[:, None])
-    s_S = clipped_ema(s.S, rho, h.beta2, (ceiling(n) * factor)[:, None])
-    a_L = damped(s_L, eps_k)
-    s_mu = clipped_ema(s.mu, (e_res * a_L**2).sum(dim=-1) / (m * (n - r)), h.beta2, ceiling(n) * factor)
-    return Roots(s_L, s_S, s_mu), Roots(a_L, damped(s_S, eps_k), damped(s_mu, eps))
-
-
 def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
     """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.algebra.Algebra.admit`."""
-    dtype, m = A.dtype, A.shape[-2]
+    dtype, (m, r) = A.dtype, A.shape[-2:]
     e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
     s, a, eps, factor = roots_of(state, h)
     energy = e_res.to(eps.dtype).sum(dim=-1)
@@ -205,12 +183,18 @@ def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: 
         scale, rows, columns, evident, bounded, changed = clip_decision(sizes, rms, state, h)
         used_L, used_S, c = a.L * rows, a.S * columns, scale.to(eps.dtype)
     used = Roots(used_L.to(dtype), used_S.to(dtype), a.mu.to(dtype))
+
+    # The EMAs with clip (Algorithm 2 (3)) by c G: lambda_L and lambda_S, then mu_perp with the new lambda_L.
     weight = (c * unit)[:, None]
     ell, rho, e_res = ell * weight * weight, rho * weight * weight, e_res * weight * weight
-    s, a = averaged(s, a, ell, rho, e_res, eps, factor, h, n)
+    most_L, most_S = ceiling(m) * factor, ceiling(n) * factor
+    s_L = clipped_ema(s.L, (ell + a.mu[:, None] ** 2 * e_res) / n, h.beta2, most_L[:, None])
+    s_S = clipped_ema(s.S, rho, h.beta2, most_S[:, None])
+    a_L, a_S = damped(s_L, eps[:, None]), damped(s_S, eps[:, None])
+    s_mu = clipped_ema(s.mu, (e_res * a_L**2).sum(dim=-1) / (m * (n - r)), h.beta2, most_S)
     if evident is not None:
-        evident = evident & in_range((s.L, s.S, s.mu[:, None]), n, state["M_Q"].dtype)
-    weight_L = (1 - h.beta2) / n * (a.mu * c).square()
-    c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
-    s = Roots(s.L.to(dtype), s.S.to(dtype), s.mu.to(dtype))
-    return Admitted(scale, used, s, c_L, c_S, weight_L.to(dtype), changed, bounded, evident)
+        evident = evident & in_range((s_L, s_S, s_mu[:, None]), n, state["M_Q"].dtype)
+    new = Roots(s_L.to(dtype), s_S.to(dtype), s_mu.to(dtype))
+    c_L, c_S = (c[:, None] * a_L).to(dtype), (c[:, None] * a_S).to(dtype)
+    weight_L = ((1 - h.beta2) / n * (damped(s_mu, eps) * c).square()).to(dtype)
+    return Admitted(scale, used, new, c_L, c_S, weight_L, changed, bounded, evident)
