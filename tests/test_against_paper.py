@@ -72,13 +72,6 @@ def test_the_papers_arguments_are_algorithm_2(backend, scale):
     follow(PRO, backend, gradients, prokl.PAPER, lr=0.02, rank=5)
 
 
-def test_an_argument_replaces_the_papers():
-    W = torch.nn.Parameter(torch.randn(4, 5))
-    group = PRO([W], **(prokl.PAPER | {"alpha_kl": 0.015})).param_groups[0]
-    assert group.items() >= (prokl.PAPER | {"alpha_kl": 0.015}).items()
-    assert prokl.PAPER["alpha_kl"] == 0.01
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("variant", "adjust_lr_fn"),

@@ -8,11 +8,10 @@ import torch
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.pro_klshampoo import refresh
-from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates
 from prokl.backends import cuda_qr
 from prokl.backends.torch_pairs import PairedAlgebra
-from tests.inputs import BACKENDS, KL, METHODS, PRO, normal
-from tests.problems import gradient_stream, relative, run
+from tests.inputs import KL, METHODS, PRO, normal
+from tests.problems import relative
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
 REFRESHES = 10_000
@@ -45,17 +44,10 @@ def of_refreshes(ops, k, changes, count):
 
 @pytest.mark.parametrize("ops", [ON_CPU, ELSEWHERE], ids=["householder", "cholesky"])
 @pytest.mark.parametrize("changes", [True, False])
-def test_bases_stay_orthonormal(ops, changes):
-    """The factors change or stay, and one of three is singular; measured 7e-7."""
-    assert of_refreshes(ops, 16, changes, 300) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ops", [ON_CPU, ELSEWHERE], ids=["householder", "cholesky"])
-@pytest.mark.parametrize("changes", [True, False])
-def test_bases_stay_orthonormal_for_1e5_steps(ops, changes):
-    """See :func:`test_bases_stay_orthonormal`; measured 8e-7, no more than after 300 refreshes."""
-    assert of_refreshes(ops, 24, changes, REFRESHES) < 1e-5
+@pytest.mark.parametrize("k, count", [(16, 300), pytest.param(24, REFRESHES, marks=pytest.mark.slow)])
+def test_bases_stay_orthonormal(ops, changes, k, count):
+    """The factors change or stay, and one of three is singular; measured 7e-7, and 8e-7 after 1e4 refreshes."""
+    assert of_refreshes(ops, k, changes, count) < 1e-5
 
 
 def of_idle_rows(backend, settings, steps=80, m=24, n=48, idle=8):
@@ -233,40 +225,3 @@ def test_kernels_make_a_basis_orthonormal_that_is_nearly_so(apart):
     assert apart == 1e-6 or (left <= off / 50).all()
     wanted = Algebra(host_readable=True).orthonormal(Q)
     assert (torch.linalg.matrix_norm(found - wanted) <= 2**-8 * off + rounding).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["auto", 0.1])
-@pytest.mark.parametrize("name", METHODS)
-def test_200_steps_are_those_of_the_specification(name, start):
-    """Both orientations, a square weight and a stack, with 20 refreshes; measured 1e-13."""
-    cls, kwargs = METHODS[name]
-    stream = gradient_stream([(6, 10), (10, 6), (7, 7), (2, 5, 9)], 201)
-    runs = [run(cls, stream, lr=0.02, backend=each, init_eigenvalue=start, **kwargs) for each in BACKENDS]
-    begin = run(cls, stream[:1], lr=0.02, **kwargs)[0]
-    for start_W, *both in zip(begin, *(parameters for parameters, _ in runs), strict=True):
-        assert relative(both[0] - start_W, both[1] - start_W) <= 1e-10
-
-
-@pytest.mark.parametrize("cls", [PRO, KL])
-def test_coordinates_there_and_back_are_the_same(cls):
-    (p,), optimizer = run(cls, gradient_stream([(2, 5, 9)], 12), lr=0.1)
-    state = {key: value for key, value in optimizer.state[p].items() if value.is_floating_point()}
-    back = in_eigenbases(in_weight_coordinates(state))
-    assert back.keys() == state.keys()
-    assert all(relative(back[key], value) <= 1e-14 for key, value in state.items())
-
-
-def test_the_state_is_what_it_says():
-    """L_Q is diagonal where the first gradient leaves it, and M_Q is M turned by Q_L."""
-    W = torch.nn.Parameter(normal(6, 10, dtype=torch.float64))
-    optimizer = PRO([W], rank=3)
-    W.grad = normal(6, 10, seed=1, dtype=torch.float64)
-    optimizer.step()
-    L = optimizer.state[W]["L_Q"]
-    assert float((L - L.diagonal().diag()).norm()) <= 1e-14 * float(L.norm())
-    second = normal(6, 10, seed=2, dtype=torch.float64)
-    W.grad = second.clone()
-    optimizer.step()
-    state = optimizer.state[W]
-    assert relative(state["Q_L"] @ state["M_Q"], second) <= 1e-14
