@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import prokl
-from prokl.algorithm import reference
 from tests.following import TOLERANCE, follow
 from tests.inputs import BACKENDS, PRO
-from tests.transcription import VARIANTS, ProTranscription, idealised_step, low_rank_plus_noise, relative_error
+from tests.transcription import VARIANTS, ProTranscription, low_rank_plus_noise, relative_error
 
 STEPS = 25
 # alpha_kl keeps the two terms of the update of like size; eps is large enough that a damping in the wrong
@@ -148,41 +147,3 @@ def test_what_a_rounded_basis_loses_is_no_complement(backend):
     inside = weight.detach() @ rows.T @ rows
     # U is off by 2^-9 in each entry, and so is what the subspace part points to.
     assert (weight.detach() - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
-
-
-@pytest.mark.parametrize(("m", "n", "r"), [(8, 13, 3), (8, 9, 3), (6, 6, 1)])
-def test_idealised_step_follows_algorithm_1(m, n, r):
-    """Start from an arbitrary state; the residual has no full rank where n - r < m, as in the last two."""
-    generator = torch.Generator().manual_seed(5)
-
-    def randn(*size):
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
-
-    def factor(size):
-        A = randn(size, 2 * size)
-        return A @ A.T / size
-
-    state = {
-        "U": torch.linalg.qr(randn(n, r))[0],
-        "L": factor(m),
-        "S": factor(r),
-        "mu": randn(1).square()[0] + 0.1,
-        "Q_L": torch.linalg.qr(randn(m, m))[0],
-        "Q_S": torch.linalg.qr(randn(r, r))[0],
-        "lambda_L": randn(m).square() + 0.1,
-        "lambda_S": randn(r).square() + 0.1,
-    }
-    expected_W = W = randn(m, n)
-    expected = state
-    settings = {"lr": 0.1, "beta2": 0.7, "alpha_kl": 0.2}
-    for t in range(1, 7):
-        target = randn(m, n)
-        expected_W, expected = idealised_step(
-            expected_W, expected_W - target, expected, c_a=1.3, refresh=t % 3 == 0, **settings
-        )
-        W, state = reference.idealised_step(
-            W, lambda W, target=target: W - target, state, aspect_scale=1.3, refresh=t % 3 == 0, **settings
-        )
-        assert relative_error(W, expected_W) < TOLERANCE
-        for key, value in expected.items():
-            assert relative_error(state[key], value) < TOLERANCE, key

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import prokl
-from prokl.algorithm import reference
 from prokl.algorithm.settings import pro_hyper
 from prokl.diagnostics import alpha_kl_bracket
 from tests.theory import inverse_root, normal, orthogonal, population, restricted_optimum, wishart
+from tests.transcription import polar
 
 RANK = 128
 # rows m, columns n, c_a^2, k, and the bracket, as printed ("Numerical values").
@@ -95,7 +95,7 @@ def test_calibration_ends_follow_from_operator_norm_matching():
     assert low < mean_square**-0.5 < high
     frobenius = float(whitened.square().sum(dim=(1, 2)).mean())
     assert low == pytest.approx(frobenius**-0.5, rel=1e-12)
-    sizes = torch.linalg.matrix_norm(reference.polar(normal(m, n, seed=3) - normal(m, n, seed=3) @ U @ U.mT), 2)
+    sizes = torch.linalg.matrix_norm(polar(normal(m, n, seed=3) - normal(m, n, seed=3) @ U @ U.mT), 2)
     assert float(sizes) == pytest.approx(1, rel=1e-12)
 
 

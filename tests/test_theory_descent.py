@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from prokl.algorithm import reference
 from tests.theory import identity_state, normal
+from tests.transcription import idealised_step, polar
 
 M, N, R = 4, 7, 2
 K_RANK = min(M, N - R)
@@ -42,9 +42,8 @@ def start():
 
 
 def algorithm_1(W, G, state, lr, c_a, floor=FLOOR):
-    """`reference.idealised_step` with a refresh at every step, which keeps Q_S orthogonal, and the clip."""
-    settings = {"lr": lr, "beta2": 0.9, "alpha_kl": ALPHA, "aspect_scale": c_a, "refresh": True}
-    W, state = reference.idealised_step(W, lambda _: G, state, **settings)
+    """`idealised_step` with a refresh at every step, which keeps Q_S orthogonal, and the clip."""
+    W, state = idealised_step(W, G, state, lr=lr, beta2=0.9, alpha_kl=ALPHA, c_a=c_a, refresh=True)
     return W, state | {key: state[key].clamp(min=floor) for key in ("lambda_L", "lambda_S", "mu")}
 
 
@@ -65,7 +64,7 @@ class Roots(NamedTuple):
 
     def update(self, G, c_a):
         """Delta W of eq. update."""
-        return -ALPHA * self.L @ G @ self.U @ self.S @ self.U.mT - c_a * reference.polar(self.L @ G @ self.P_perp)
+        return -ALPHA * self.L @ G @ self.U @ self.S @ self.U.mT - c_a * polar(self.L @ G @ self.P_perp)
 
     def subspace_size(self, G):
         """||L^-1/2 G U S^-1/2||_op^2, whose bound is sigma_kl^2."""
@@ -106,7 +105,7 @@ def test_descent_the_problem_is_smooth_with_that_constant():
     for seed in range(300):
         W, X = 2 * normal(M, N, seed=seed), normal(M, N, seed=1000 + seed)
         if seed % 2:  # the direction that stretches most: a polar factor, near the target, where phi'' = 1
-            X = reference.polar(LEFT.mT @ LEFT @ X @ RIGHT @ RIGHT.mT)
+            X = polar(LEFT.mT @ LEFT @ X @ RIGHT @ RIGHT.mT)
             W = torch.linalg.lstsq(LEFT, TARGET).solution @ torch.linalg.pinv(RIGHT)
         X = 0.01 * X
         rest = loss(W + X) - loss(W) - float((gradient(W) * X).sum())

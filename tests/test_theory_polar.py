@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from prokl.algorithm import reference
+from prokl.algorithm.reference import newton_schulz
 from tests.theory import covariance, full_optimum, inverse_root, normal, orthogonal, population, wishart
+from tests.transcription import polar
 
 SHAPES = [(4, 9, 3), (4, 7, 3), (6, 8, 5), (5, 5, 2), (1, 4, 2)]  # m, n, r: n - r above, at and below m
 EXACT = 1e-11
@@ -20,8 +21,8 @@ def problem(m, n, r):
 def test_polar_identity_all_three_forms_agree(m, n, r):
     G, L, U, U_perp = problem(m, n, r)
     root, mu = inverse_root(L), 0.3
-    direct = reference.polar(mu**-0.5 * root @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT))
-    projected = reference.polar(root @ G @ U_perp) @ U_perp.mT
+    direct = polar(mu**-0.5 * root @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT))
+    projected = polar(root @ G @ U_perp) @ U_perp.mT
     moment = U_perp.mT @ G.mT @ torch.linalg.solve(L, G) @ U_perp
     whitened = root @ G @ U_perp @ inverse_root(moment) @ U_perp.mT
     assert (direct - projected).norm() < EXACT
@@ -40,12 +41,10 @@ def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
     """The coefficients converge; the library's default ones stop where singular values lie around 1."""
     G, L, U, _ = problem(m, n, r)
     X = inverse_root(L) @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT)
-    found = reference.newton_schulz(
-        X, [(1.5, -0.5, 0.0)] * 20
-    )  # each step multiplies rounding outside the range by 1.5
-    assert (found - reference.polar(X)).norm() < EXACT
+    found = newton_schulz(X, [(1.5, -0.5, 0.0)] * 20)  # each step multiplies rounding outside the range by 1.5
+    assert (found - polar(X)).norm() < EXACT
     # 0.68 to 1.13 once a singular value has come up from zero, as Muon's quintic leaves them.
-    sigma = torch.linalg.svdvals(reference.newton_schulz(X, [(3.4445, -4.7750, 2.0315)] * 8))[: min(m, n - r)]
+    sigma = torch.linalg.svdvals(newton_schulz(X, [(3.4445, -4.7750, 2.0315)] * 8))[: min(m, n - r)]
     assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 

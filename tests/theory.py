@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm import reference
+from tests.transcription import idealised_step
 
 
 class Restricted(NamedTuple):
@@ -161,5 +161,5 @@ def identity_state(U: Tensor, m: int) -> dict[str, Tensor]:
 
 def next_state(G: Tensor, state: dict[str, Tensor], beta2: float, refresh: bool = False) -> dict[str, Tensor]:
     """Algorithm 1's state after a gradient, of a weight that stays where it is."""
-    settings = {"lr": 0.0, "beta2": beta2, "alpha_kl": 1.0, "aspect_scale": 1.0, "refresh": refresh}
-    return reference.idealised_step(torch.zeros_like(G), lambda _: G, state, **settings)[1]
+    settings = {"lr": 0.0, "beta2": beta2, "alpha_kl": 1.0, "c_a": 1.0, "refresh": refresh}
+    return idealised_step(torch.zeros_like(G), G, state, **settings)[1]

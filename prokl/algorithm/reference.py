@@ -12,7 +12,7 @@ inv_sqrt_lambda_S (r,), inv_sqrt_mu (), clipped (), and lambda_0 () when the sta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -249,75 +249,3 @@ def step(
         new |= statistics(c * G, state, h)
         new |= track_subspace(c * G, new, h)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
-
-
-def polar(X: Tensor) -> Tensor:
-    """Compute the exact polar factor U V^T of X = U Sigma V^T, on the numerical range of X. X (m,n) -> (m,n)."""
-    U, sigma, Vt = torch.linalg.svd(X, full_matrices=False)
-    kept = sigma > sigma.max() * max(X.shape) * torch.finfo(X.dtype).eps
-    return (U * kept) @ Vt
-
-
-def idealised_step(
-    W: Tensor,
-    gradient: Callable[[Tensor], Tensor],
-    state: State,
-    *,
-    lr: float,
-    beta2: float,
-    alpha_kl: float,
-    aspect_scale: float,
-    refresh: bool,
-) -> tuple[Tensor, State]:
-    """Do one step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
-
-    The order is as printed, with one exception: the eigenvalue EMA of S uses Q_S before its rotation, the basis in
-    which Delta_S is expressed (as Algorithm 2 does), since the printed order would mix two bases. The proof of the
-    convergence theorem takes the state to be fixed before the gradient is drawn; Algorithm 1 updates last.
-
-    Args:
-        W: weight (m,n), m <= n, float64 or float32.
-        gradient: maps W to its (stochastic) gradient.
-        state: U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu (); not modified.
-        lr, beta2, alpha_kl: step size, EMA weight, mixing weight.
-        aspect_scale: c_a of the original shape.
-        refresh: whether Step 4b runs.
-
-    Returns:
-        The new weight and the new state.
-    """
-    m, n = W.shape
-    U, L, S, Q_L, Q_S = (state[k] for k in ("U", "L", "S", "Q_L", "Q_S"))
-    lambda_L, lambda_S, mu = state["lambda_L"], state["lambda_S"], state["mu"]
-    r = U.shape[1]
-    # 1: projection
-    G = gradient(W)
-    Gt = G @ U
-    G_perp = G - Gt @ U.mT
-    # 2: covariance estimation
-    inv_L = Q_L @ (1 / lambda_L).diag() @ Q_L.mT
-    delta_L = (Gt @ Q_S @ (1 / lambda_S).diag() @ Q_S.mT @ Gt.mT + G_perp @ G_perp.mT / mu) / n
-    delta_S = Gt.mT @ inv_L @ Gt / m
-    tail = (G_perp.mT @ inv_L @ G_perp).trace() / (m * (n - r))
-    L = beta2 * L + (1 - beta2) * delta_L
-    S = beta2 * S + (1 - beta2) * delta_S
-    mu = beta2 * mu + (1 - beta2) * tail
-    # 3: subspace tracking
-    U_new = householder_qr(beta2 * U @ S + (1 - beta2) / m * G.mT @ inv_L @ G @ U)
-    T = U.mT @ U_new
-    # 4a: eigenvalue EMA, in the bases and coordinates in which the increments were formed
-    lambda_L = beta2 * lambda_L + (1 - beta2) * (Q_L.mT @ delta_L @ Q_L).diagonal()
-    lambda_S = beta2 * lambda_S + (1 - beta2) * (Q_S.mT @ delta_S @ Q_S).diagonal()
-    S, Q_S, U = T.mT @ S @ T, T.mT @ Q_S, U_new
-    # 4b: infrequent QR
-    if refresh:
-        Q_L, Q_S = householder_qr(L @ Q_L), householder_qr(S @ Q_S)
-    # 5: update
-    root_L = Q_L @ lambda_L.rsqrt().diag() @ Q_L.mT
-    root_S = Q_S @ lambda_S.rsqrt().diag() @ Q_S.mT
-    Gt = G @ U
-    subspace = root_L @ Gt @ root_S @ U.mT
-    complement = polar(root_L @ (G - Gt @ U.mT))
-    W = W - lr * (alpha_kl * subspace + aspect_scale * complement)
-    new = {"U": U, "L": L, "S": S, "Q_L": Q_L, "Q_S": Q_S}
-    return W, new | {"lambda_L": lambda_L, "lambda_S": lambda_S, "mu": mu}
