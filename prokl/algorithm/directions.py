@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.qr import cholesky_qr, householder_qr, idle_last
+from prokl.algorithm.qr import cholesky_qr, householder_qr
 
 
 def preferred(d: int, c: int, device: torch.device) -> Tensor:
@@ -49,7 +49,8 @@ def completed(A: Tensor, determined: Tensor, idle: Tensor) -> Tensor:
     """
     d, c = A.shape[-2:]
     live, unit = ~idle.unsqueeze(-1), torch.arange(c, device=A.device) >= d - idle.sum(dim=-1, keepdim=True)
-    units = torch.zeros_like(A).scatter_(-2, idle_last(idle)[..., None, :c], 1.0)
+    order = idle.to(torch.int8).argsort(dim=-1, stable=True)  # idle ones last, else as they are
+    units = torch.zeros_like(A).scatter_(-2, order[..., None, :c], 1.0)
     A = torch.where(determined.unsqueeze(-2), A, preferred(d, c, A.device)) * live
     A = torch.where(unit.unsqueeze(-2), units, A / torch.linalg.vector_norm(A, dim=-2, keepdim=True))
     Q = householder_qr(A) if A.device.type == "cpu" else cholesky_qr(A)

@@ -25,17 +25,13 @@ Product = Callable[[Tensor, Tensor], Tensor]
 that a backend on a GPU brings its own."""
 
 
-def idle_last(idle: Tensor) -> Tensor:
-    """Return the numbers (B,d) of coordinates, those that are ``idle`` (B,d) last, and else in order."""
-    return idle.to(torch.int8).argsort(dim=-1, stable=True)
-
-
 def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative.
 
     Rows of zeros are factored last: Q has zeros there, too, where pivots among them would leave rounding.
     """
-    order = idle_last(torch.linalg.vector_norm(A, dim=-1) == 0).unsqueeze(-1)
+    idle = torch.linalg.vector_norm(A, dim=-1, keepdim=True) == 0
+    order = idle.to(torch.int8).argsort(dim=-2, stable=True)
     Q, R = torch.linalg.qr(A.gather(-2, order.expand_as(A)))
     signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
     Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q * signs.unsqueeze(-2))
