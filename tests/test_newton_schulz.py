@@ -126,11 +126,6 @@ def test_the_form_is_chosen_by_aspect_and_can_be_asked_for(m, n):
     assert use_gram(m, n) == (n >= 1.5 * m)
 
 
-def test_a_half_precision_matrix_comes_without_a_scale():
-    with pytest.raises(ValueError, match="A float16 X came with a scale"):
-        batched(problem(2, 3, 4, torch.float16), torch.ones(2, device=DEVICE), 5, MUON, KERNELS)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plain_products_of_bfloat16_matrices_are_torchs(dtype):
     """The three of the Gram form; those of the standard form have an addend."""
