@@ -29,19 +29,8 @@ from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.newcomers import in_float16, like_conv1d, plain_group, split_off_vectors, without_effect
-from prokl.engine.validation import (
-    check_algorithm_named,
-    check_in_one_group,
-    check_keys,
-    check_names,
-    check_no_module,
-    names_alike,
-)
-from prokl.engine.weights import DEFAULTS, named
-
-PATIENCE = 10
-"""Steps without any gradient after which an optimizer says so."""
+from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d, without_effect
+from prokl.engine.weights import DEFAULTS, named, plain_group
 
 
 class MatrixOptimizer(Optimizer):
@@ -52,7 +41,6 @@ class MatrixOptimizer(Optimizer):
     _process_group: Any = None
     _division: Division | None = None
     _adding = False  # True while the constructor adds one group after the other
-    _steps_in_vain: int | None = 0  # without a gradient of any weight; None once there was one, or it was told
 
     def __init__(
         self, params: Any, settings: dict[str, Any], advanced: Mapping[str, Any], process_group: Any = None
@@ -68,10 +56,7 @@ class MatrixOptimizer(Optimizer):
         super().__init__(params, {**defaults, "lr": clone_if_tensor(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
         self._adding = False
         check_names(self.param_groups)
-        half = in_float16(self.param_groups)
-        if half is not None:
-            self._outer.told.add("float16")
-        for message in filter(None, (without_effect(self.param_groups, defaults, self._usual()), half)):
+        if message := without_effect(self.param_groups, defaults, self._usual()):
             warnings.warn(message, stacklevel=3)
 
     @classmethod
@@ -109,9 +94,6 @@ class MatrixOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :class:`torch.optim.Optimizer`. A group that is refused leaves no trace.
 
-        Weights below 2-D of a group that names no algorithm go to an AdamW group of their own, with a warning, where
-        the optimizer has AdamW groups, all with one lr.
-
         Raises:
             TypeError: no group, or a module in it in the place of parameters.
             ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, a name that another
@@ -120,45 +102,30 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         check_no_module(param_group.get("params"))
-        check_algorithm_named(param_group)
-        groups, warning = split_off_vectors(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
-        before = len(self.param_groups)
+        group = plain_group(param_group, self.defaults.keys() | adamw.ARGUMENTS)
+        of_adamw = self._outer.adamw.defaults(self.defaults["maximize"])
+        known = [self.defaults, of_adamw.keys() | {"lr", "algorithm", "params"}]
+        check_keys(group, *(known[::-1] if group.get("algorithm") == "adamw" else known))
+        check("algorithm", group.setdefault("algorithm", "matrix"), ALGORITHM)
+        if "lr" in group or group["algorithm"] == "matrix":
+            group["lr"] = clone_if_tensor(group.get("lr", self.defaults["lr"]))
+        if group["algorithm"] == "adamw":
+            group = {**of_adamw, **group}
+            check_adamw(group)
+        index = len(self.param_groups)
         try:
-            for group in groups:
-                self._add_group(group)
+            super().add_param_group(group)
+            self._outer.check_new(index)
+            for p, name in named(self.param_groups[index], index):
+                if is_dtensor(p):
+                    check_placements(name, p.placements)  # type: ignore[attr-defined]
             if not self._adding:
                 check_names(self.param_groups)
-            for message in filter(None, (warning, like_conv1d(self.param_groups[before:], before))):
+            if message := like_conv1d(self.param_groups[index:], index):
                 warnings.warn(message, stacklevel=2)
         except BaseException:
-            del self.param_groups[before:]
+            del self.param_groups[index:]
             raise
-
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        group = plain_group(param_group, self.defaults.keys() | adamw.ARGUMENTS)
-        algorithm = group.setdefault("algorithm", "matrix")
-        if "lr" in group or algorithm != "adamw":
-            group["lr"] = clone_if_tensor(group.get("lr", self.defaults["lr"]))
-        check("algorithm", group["algorithm"], ALGORITHM)
-        of_adamw = self._of_adamw().keys() | {"lr", "algorithm", "params"}
-        if algorithm == "adamw":
-            check_keys(group, of_adamw, self.defaults)
-            group = {**self._of_adamw(), **group}
-            check_adamw(group)
-        else:
-            check_keys(group, self.defaults, of_adamw)
-        with names_alike():
-            check_in_one_group(group, self.param_groups)
-            super().add_param_group(group)
-        index = len(self.param_groups) - 1
-        self._outer.check_new(index)
-        for p, name in named(self.param_groups[index], index):
-            if is_dtensor(p):
-                check_placements(name, p.placements)  # type: ignore[attr-defined]
-
-    def _of_adamw(self) -> dict[str, Any]:
-        """Return everything an AdamW group holds but its lr."""
-        return self._outer.adamw.defaults(self.defaults["maximize"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -188,45 +155,24 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for message in self._step():  # last: one that a filter turns into an error leaves no half step behind
-            warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
-        return loss
-
-    def _step(self) -> list[str]:
-        """Do the step, after the closure; return warnings."""
         # State or weights that are made in inference mode cannot be written outside of it.
         stays = torch.is_inference_mode_enabled() and any(
             p.is_inference() for group in self.param_groups for p in group["params"]
         )
         with torch.inference_mode(stays), torch.no_grad():
-            return self._stepped() + ([] if self._steps_in_vain is None else self._in_vain())
-
-    def _in_vain(self) -> list[str]:
-        """Return what to say once no weight had a gradient in any of the first steps."""
-        assert self._steps_in_vain is not None
-        trains = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if any(p.grad is not None for p in trains):
-            self._steps_in_vain = None
-        elif trains:
-            self._steps_in_vain += 1
-        if self._steps_in_vain != PATIENCE:
-            return []
-        self._steps_in_vain = None
-        return [
-            f"None of the {len(trains)} weights of this optimizer had a gradient in its first {PATIENCE} steps, so "
-            "nothing trains. It may have been made before fully_shard, from a copy of the model, or before a call that "
-            "replaces parameters: make it of the parameters of the model that backward() runs through."
-        ]
-
-    def _stepped(self) -> list[str]:
-        if self._division is None and self._process_group is None:
-            try:
-                return self._outer.step()
-            except Sharded:  # it has come into a group since, as Accelerate puts it there
-                pass
-        division = self._divided()
-        assert division is not None
-        return division.step(self._outer)
+            division, messages = self._division, None
+            if division is None and self._process_group is None:
+                try:
+                    messages = self._outer.step()
+                except Sharded:  # it has come into a group since, as Accelerate puts it there
+                    pass
+            if messages is None:
+                division = self._divided()
+                assert division is not None
+                messages = division.step(self._outer)
+        for message in messages:  # last: one that a filter turns into an error leaves no half step behind
+            warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
+        return loss
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -240,18 +186,10 @@ class MatrixOptimizer(Optimizer):
             device: where the state waits; "cpu" is ordinary memory, not pinned.
 
         Raises:
-            TypeError: it is no device.
-            ValueError: this machine does not have it, or it is "meta", which holds no values. Nothing has moved then.
+            ValueError: it is "meta", which holds no values. Nothing has moved then.
+            RuntimeError: torch's, for a device that this machine does not have. Likewise.
         """
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError(f"device must be a torch.device or its name, got {device!r}: use 'cpu'.")
-        try:
-            home = torch.empty(0, device=device).device
-        except (AssertionError, RuntimeError) as error:  # the first where torch is built without the device's backend
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"Invalid device={str(device)!r}: {reason}. Use a device of this machine, as 'cpu'."
-            ) from None
+        home = torch.empty(0, device=device).device  # torch's error where this machine does not have it
         if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
         self.engine.offload(home)
@@ -352,7 +290,7 @@ class MatrixOptimizer(Optimizer):
         if division is not None:
             division.update(self._outer)
         with nullcontext() if division is None else division.loading():
-            checkpoint.check_mapping(state_dict)
+            checkpoint.check_form(state_dict)
             last_hook = self.register_load_state_dict_pre_hook(self._prepare)
             try:
                 super().load_state_dict(state_dict)
@@ -362,7 +300,8 @@ class MatrixOptimizer(Optimizer):
             warnings.warn(message, stacklevel=4)  # past both decorators: the caller's line
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw())
+        of_adamw = self._outer.adamw.defaults(self.defaults["maximize"])
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, of_adamw)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._division is not None or self._process_group is not None:

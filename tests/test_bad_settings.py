@@ -143,7 +143,6 @@ UNUSABLE = {
         torch.zeros(4, 6, device="meta"),
         "on the meta device, which holds no values.*materialise the model",
     ),
-    "lazy": (nn.LazyLinear(6).weight, "has no shape yet; run one forward pass through its lazy module"),
     "negated in name": (torch._neg_view(torch.zeros(4, 6)), r"a negation that is still to do.*p\.resolve_neg\(\)"),
     **{key: (make(torch.zeros(4, 6)), f"is a tensor .*{says}.*AdamW group") for key, (make, says) in NOT_PLAIN.items()},
     "1x1": (torch.zeros(1, 1), "adamw"),
@@ -178,9 +177,8 @@ def test_an_unfit_parameter_is_named_with_the_remedy(cls, tensor, remedy):
         optimizer.add_param_group({"params": [("block.odd", odd)]})
 
 
-@pytest.mark.parametrize("kind", ["on the meta device", "lazy"])
-def test_adamw_takes_no_weight_without_values_either(kind):
-    tensor, remedy = UNUSABLE[kind]
+def test_adamw_takes_no_weight_without_values_either():
+    tensor, remedy = UNUSABLE["on the meta device"]
     optimizer = PRO([("fine", weight(4, 6))])
     with refused(optimizer, rf"^block\.odd .*{remedy}"):
         optimizer.add_param_group({"params": [("block.odd", parameter(tensor))], "algorithm": "adamw", "lr": 0.1})

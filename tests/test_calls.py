@@ -32,9 +32,6 @@ def test_state_is_not_offloaded_to_a_device_without_values(cls):
     for device in ("meta", torch.device("meta")):
         with pytest.raises(ValueError, match=r"Invalid device='meta': it holds no values.*use 'cpu'"):
             optimizer.offload(device)
-    for device, error in (("cpuu", ValueError), ("xpu:7", ValueError), (None, TypeError), (3, TypeError)):
-        with pytest.raises(error, match=rf"device.*{device}.*[uU]se .*'cpu'"):
-            optimizer.offload(device)
     assert differences(train(optimizer, [3]), train(twin, [3])) == set()
 
 
@@ -47,29 +44,23 @@ def adamw_state():
 
 
 LOADED = {
-    "a checkpoint": (lambda own: {"model": model().state_dict(), "opt": own}, ValueError, r"it holds one.*\['opt'\]"),
-    "a path": (lambda own: "run/last.pt", TypeError, r"got 'run/last.pt': load it before, as by torch.load"),
-    "a Path": (lambda own: Path("last.pt"), TypeError, r"got 'last.pt': load it before"),
-    "nothing": (lambda own: None, TypeError, "got a NoneType: pass what state_dict"),
-    "an optimizer": (lambda own: adamw_state(), TypeError, "got a AdamW: pass what state_dict"),
-    "a list": (lambda own: [own], TypeError, "got a list"),
-    "an empty dict": (lambda own: {}, ValueError, "no 'param_groups' and no 'state', but nothing"),
-    "a model's": (lambda own: model().state_dict(), ValueError, "it is a model's"),
-    "no state": (lambda own: {"param_groups": own["param_groups"]}, ValueError, "no 'state', but 'param_groups'"),
-    "AdamW's": (
-        lambda own: adamw_state().state_dict(),
+    "a checkpoint": (
+        lambda own: {"model": model().state_dict(), "opt": own},
         ValueError,
-        r"different number of parameter groups: \[6\] weights .* and \[2, 2\] here.*another optimizer's, with exp_avg",
+        r"load\(path\)\['opt'\]",
     ),
-    "another model's": (
-        lambda own: prokl.ProKLShampoo(groups()).state_dict(),
-        ValueError,
-        r"different number of parameter groups: \[2, 1, 3\] .*the same arguments of prokl.param_groups",
-    ),
+    "a path": (lambda own: "run/last.pt", TypeError, r"got str: .* as by torch.load"),
+    "a Path": (lambda own: Path("last.pt"), TypeError, r"got \w*Path: .* as by torch.load"),
+    "nothing": (lambda own: None, TypeError, "got NoneType: pass what state_dict"),
+    "an optimizer": (lambda own: adamw_state(), TypeError, "got AdamW: pass what state_dict"),
+    "an empty dict": (lambda own: {}, ValueError, "got a dict of nothing"),
+    "a model's": (lambda own: model().state_dict(), ValueError, "got a dict of '0.weight', "),
+    "no state": (lambda own: {"param_groups": own["param_groups"]}, ValueError, "got a dict of 'param_groups'"),
+    "AdamW's": (lambda own: adamw_state().state_dict(), ValueError, "different number of parameter groups"),
     "fewer weights": (
         lambda own: {**own, "param_groups": [{**own["param_groups"][0], "params": [0]}, own["param_groups"][1]]},
         ValueError,
-        r"doesn't match the size of optimizer's group: \[1, 2\] weights in the groups there, and \[2, 2\] here",
+        r"doesn't match the size of optimizer's group",
     ),
 }
 
@@ -156,18 +147,6 @@ def test_tensors_in_the_place_of_names_are_told_by_their_shape(given):
     assert "tensor(" not in str(caught.value) and "Linear(" not in str(caught.value)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_parameter_in_two_groups_is_named(named):
-    w = weight(4, 6)
-    first, again = ({"params": [("down", w) if named else w]} for _ in range(2))
-    name = "down" if named else "parameter 0 of group 0"
-    with pytest.raises(ValueError, match=rf"more than one parameter group: {name}, of shape \(4, 6\), is in group 0"):
-        PRO([first, {**again, "algorithm": "adamw", "lr": 0.1}])
-    optimizer = PRO([first])
-    with refused(optimizer, name):
-        optimizer.add_param_group(again)
-
-
 @pytest.mark.parametrize("shape, warned", [((32, 16, 1), 1), ((8, 16, 3), 1), ((4, 12, 12), 0), ((2, 5, 3), 0)])
 def test_a_stack_that_looks_like_a_conv1d_is_told(shape, warned):
     with warnings.catch_warnings(record=True) as found:
@@ -214,32 +193,3 @@ def test_figures_of_a_spectrum_refuse_what_is_none(measure):
     for other in (0, -3, 2.5, True, "m"):
         with pytest.raises(ValueError, match=f"Invalid other_side={other!r}: must be an integer of at least 1"):
             diagnostics.gap_bound(SPECTRUM, 1, other)
-
-
-@pytest.mark.parametrize("cls", [PRO, KL])
-def test_an_optimizer_of_a_copy_says_once_that_nothing_trains(cls):
-    trained, of_copy = model(), cls(prokl.param_groups(model(), lr=0.02, adamw_lr=1e-3))
-    warned = []
-    for _ in range(25):
-        trained(torch.ones(2, 8)).sum().backward()
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            of_copy.step()
-        warned.append([str(w.message) for w in found])
-    (message,) = warned[9]
-    assert "None of the 6 weights of this optimizer had a gradient in its first 10 steps" in message
-    assert not any(warned[:9] + warned[10:])
-
-
-@pytest.mark.parametrize("why", ["a late gradient", "all frozen", "no weights"])
-def test_steps_without_a_gradient_that_have_a_reason_say_nothing(why):
-    w = weight(4, 6)
-    w.requires_grad_(why != "all frozen")
-    optimizer = PRO([w])
-    if why == "no weights":
-        optimizer.param_groups[0]["params"] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for call in range(30):
-            w.grad = torch.ones(4, 6) if why == "a late gradient" and call == 9 else None
-            optimizer.step()

@@ -112,7 +112,7 @@ def test_clocks_that_drift_apart_keep_bounded_device_memory():
     optimizer = PRO(named(*[(3, 4)] * 12), rank=2, precondition_frequency=2)
     rng = random.Random(0)
     train(optimizer, range(200), missing={(call, i) for call in range(200) for i in range(12) if rng.random() < 0.5})
-    ((bucket,),) = optimizer.engine._buckets.values()
+    (bucket,) = optimizer.engine.buckets()
     assert len(bucket._kept_rows) == KEPT
 
 
@@ -152,38 +152,23 @@ def test_a_step_with_new_lr_and_gradients_rebuilds_nothing(monkeypatch):
 @both
 @pytest.mark.parametrize("calls", [0, 3])
 @pytest.mark.parametrize("index, other, was", [(0, "adamw", "matrix"), (1, "matrix", "adamw")])
-def test_another_algorithm_of_a_group_is_refused_with_what_it_was(cls, calls, index, other, was):
+def test_another_algorithm_of_a_group_is_refused(cls, calls, index, other, was):
     optimizer = fine_and_odd(cls, calls=calls)
     optimizer.param_groups[index]["algorithm"] = other
-    with refused(optimizer, rf"^Invalid algorithm='{other}' of group {index}: it was '{was}' when .* Set it back, or"):
+    with refused(optimizer, rf"^Group {index} has no \w+, which algorithm='{other}' needs: set it back"):
         train(optimizer, [calls])
     optimizer.param_groups[index]["algorithm"] = was
     train(optimizer, [calls])
 
 
 @both
-@pytest.mark.parametrize("index, key, nearest", [(0, "weight_deacy", "weight_decay"), (1, "beta", "betas")])
-def test_a_misspelt_setting_that_is_set_by_hand_is_told_once(cls, index, key, nearest):
-    optimizer = fine_and_odd(cls)
-    with silent():
-        optimizer.param_groups[index][key] = 0.5
-        optimizer.param_groups[index]["initial_lr"] = 0.5
-        give(weights_of(optimizer), 3)
-        with told_once(rf"^{key}=0\.5 of group {index} has no effect: .* nearest is {nearest}\. Write", __file__):
-            optimizer.step()
-        optimizer.param_groups[index]["momentum"] = 0.5  # which builds the layout anew
-        train(optimizer, range(4, 6))
-
-
-@both
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_model_that_is_made_float16_is_told_before_it_becomes_nan(cls, calls):
-    """Where AdamW has state the remedy is no conversion of it, which leads to NaN."""
     optimizer = fine_and_odd(cls, calls=calls)
     for p in weights_of(optimizer):
         p.grad, p.data = None, p.data.half()
     if calls:
-        with refused(optimizer, "bias is torch.float16 .* state still torch.float32 .*: set .* back, or use bfloat16"):
+        with refused(optimizer, "bias has exp_avg of torch.float32 .* the weight is torch.float16"):
             train(optimizer, [calls])
         optimizer.load_state_dict(optimizer.state_dict())
     with silent():

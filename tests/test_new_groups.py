@@ -62,7 +62,7 @@ def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
 @pytest.mark.parametrize(
     "key, value, remedy",
     [
-        ("process_group", None, r"Pass it to the constructor"),
+        ("process_group", None, r"pass it to the constructor"),
         ("preset", "paper", r"ProKLShampoo\(groups, \*\*prokl\.PAPER\)"),
         ("advanced", {"eps": 0.1}, r"give its settings beside the others"),
     ],
@@ -76,7 +76,7 @@ def test_what_a_group_has_not_is_refused_with_the_remedy(algorithm, key, value, 
 @pytest.mark.parametrize("use_muon, algorithm", [(True, "matrix"), (False, "adamw")])
 def test_groups_of_other_muons_are_told_the_algorithm_to_name(cls, use_muon, algorithm):
     group = {"params": [weight(3, 5), weight(5)], "lr": 0.1, "use_muon": use_muon}
-    refused_everywhere(cls, group, rf'^Invalid use_muon={use_muon} of a .* Write "algorithm": "{algorithm}"')
+    refused_everywhere(cls, group, rf'^Invalid use_muon={use_muon} of a .* write "algorithm": "{algorithm}"')
     cls([group | {"params": [weight(3, 5)], "algorithm": algorithm}])
 
 

@@ -201,10 +201,11 @@ def test_buckets_beside_each_other_touch_nothing_in_common(extension_on_cpu, mon
 def test_two_buckets_share_a_gpu_if_any_two_have_room(devices, sizes, beside, monkeypatch):
     layouts = [SimpleNamespace(device=torch.device(device)) for device in devices]
     buckets = [SimpleNamespace(layout=its, workspace=size) for its, size in zip(layouts, sizes, strict=True)]
-    monkeypatch.setattr(Engine, "buckets", lambda engine: iter(buckets))
     monkeypatch.setattr("prokl.engine.engine.workspace", lambda device: 100)
     monkeypatch.setattr("prokl.engine.engine.SecondStream", lambda device, priority: "another stream")
-    found = ProKLShampoo([weight(4, 6)]).engine._beside(*buckets[:2])
+    engine = ProKLShampoo([weight(4, 6)]).engine
+    engine._buckets = buckets
+    found = engine._beside(*buckets[:2])
     assert (found == "another stream") is beside
 
 

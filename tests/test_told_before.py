@@ -20,7 +20,7 @@ def groups(**options):
 @pytest.mark.parametrize("lr", [99, torch.tensor(99.0)], ids=["number", "tensor"])
 def test_an_lr_that_every_group_overrides_is_told(cls, lr):
     message = (
-        r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
+        r"^lr=(99|tensor\(99\.\)) of the .* reached no group, as all have their own: lr=0\.05\. Set .*param_groups"
     )
     with told_once(message, __file__):
         optimizer = cls(groups(), lr=lr)
@@ -30,20 +30,20 @@ def test_an_lr_that_every_group_overrides_is_told(cls, lr):
 @both
 def test_an_lr_that_equals_its_default_and_reaches_no_group_is_told(cls):
     lr = float(repr(inspect.signature(cls).parameters["lr"].default))  # as somebody writes it, not the very default
-    with told_once(rf"^lr={lr} of .* reaches no group, .*: lr=0\.05\.", __file__):
+    with told_once(rf"^lr={lr} of .* reached no group, .*: lr=0\.05\.", __file__):
         cls(groups(), lr=lr)
     with silent():
         cls(groups(lr=lr), lr=lr)
 
 
 def test_all_settings_that_reach_no_group_are_told_at_once():
-    message = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
+    message = r"^lr=99, weight_decay=0\.5, rank=3 of .* reached no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
     with told_once(message, __file__):
         PRO(groups(weight_decay=0.1, rank=2), 99, 0.5, rank=3)
     two = [{"params": [weight(4, 6)], "momentum": momentum} for momentum in (0.5, 0.6)]
     with told_once(r"^momentum=0\.7 .*: momentum=0\.5, 0\.6\.", __file__):
         PRO(two, momentum=0.7)
-    with silent(), pytest.raises(UserWarning, match="reaches no group"):
+    with silent(), pytest.raises(UserWarning, match="reached no group"):
         PRO(groups(), lr=99)
 
 
@@ -78,7 +78,7 @@ def test_adjust_lr_fn_may_be_none_as_muons(cls):
 @both
 def test_a_named_group_beside_unnamed_ones_is_refused(cls):
     named, bare = cls([("a", weight(4, 6))]), cls([weight(4, 6)])
-    remedy = r"with/without names.*\(name, parameter\) pairs.*names=False"
+    remedy = "with/without names"  # torch's
     for optimizer, late in ((named, weight(4, 6)), (bare, ("late", weight(4, 6)))):
         with refused(optimizer, remedy):
             optimizer.add_param_group({"params": [late]})
@@ -132,21 +132,23 @@ def test_a_subclass_is_told_of_other_than_its_own_defaults():
     with silent():
         Own(groups())
         Own(groups(), momentum=0.5)
-    with pytest.warns(UserWarning, match=r"^lr=0\.7 of the constructor reaches no group"):
+    with pytest.warns(UserWarning, match=r"^lr=0\.7 of the constructor reached no group"):
         Own(groups(), lr=0.7)
 
 
 @both
-def test_float16_weights_are_told_once_at_construction(cls):
+def test_float16_weights_are_told_once_at_the_first_step(cls):
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8)).half()
     model[0].bias.requires_grad_(False)
     model[2].weight.data = model[2].weight.data.float()
+    optimizer = cls(prokl.param_groups(model, lr=0.1, adamw_lr=0.1))
     with told_once(r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32", __file__):
-        cls(prokl.param_groups(model, lr=0.1, adamw_lr=0.1))
+        optimizer.step()
     with silent():
-        cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1))
+        optimizer.step()
+        cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1)).step()
         frozen = nn.Linear(4, 6).half().requires_grad_(False)
-        cls(prokl.param_groups(nn.Sequential(frozen, nn.Linear(6, 8)), lr=0.1, adamw_lr=0.1))
+        cls(prokl.param_groups(nn.Sequential(frozen, nn.Linear(6, 8)), lr=0.1, adamw_lr=0.1)).step()
 
 
 def made(cls, own, calls=0):
@@ -167,24 +169,9 @@ OTHER_STATE = {
 @pytest.mark.parametrize("key", OTHER_STATE)
 def test_settings_of_a_loaded_state_are_told_once_it_is_loaded(key):
     there, here = OTHER_STATE[key]
-    whose = "w" if key in ("split", "transposed") else "group 0"
     optimizer, saved = made(PRO, here), made(PRO, there, 2).state_dict()
-    with told_once(rf"^The .* has {key}={there[key]!r} for {whose}, here {here[key]!r}\. Its state", __file__):
+    with told_once(rf"^The .* has {key}={there[key]!r} for group 0, here {here[key]!r}\. Its state", __file__):
         optimizer.load_state_dict(saved)
-
-
-SAME_STATE = [
-    ({"rank": 2}, {"rank": "auto"}),
-    ({"rank": 12}, {"rank": 99}),
-    ({"state_dtype": torch.float32}, {"state_dtype": None}),
-    ({"split": 3}, {"split": (4, 4, 4)}),
-]
-
-
-@pytest.mark.parametrize("one, other", [*SAME_STATE, *(pair[::-1] for pair in SAME_STATE)], ids=str)
-def test_settings_that_come_to_the_same_are_not_told_at_a_load(one, other):
-    with silent():
-        made(PRO, one).load_state_dict(made(PRO, other, 2).state_dict())
 
 
 @pytest.mark.parametrize("key", OTHER_STATE)
@@ -200,16 +187,11 @@ def test_a_load_that_is_refused_says_nothing_else():
 
 
 def test_groups_that_were_edited_into_what_cannot_be_read_are_mended_by_a_load():
-    optimizer, saved = made(PRO, {"split": [3]}), made(PRO, {"split": [3]}, 2).state_dict()
-    optimizer.param_groups[0].update(split=[3, 3], rank="no")
-    with silent():
-        optimizer.load_state_dict(saved)
-    optimizer = made(PRO, {"split": 3})
+    optimizer, saved = made(PRO, {"split": 3}), made(PRO, {"split": 3}, 2).state_dict()
     optimizer.param_groups[0].update(split=0, rank="no")
     del optimizer.param_groups[0]["variant"]
-    with told_once(
-        r"has rank='auto' for .* here 'no'; variant='pro-klshampoo' .* here None; split=3 for w, here 0", __file__
-    ):
+    says = r"has rank='auto' for .* here 'no'; variant='pro-klshampoo' .* here None; split=3 for group 0, here 0"
+    with told_once(says, __file__):
         optimizer.load_state_dict(saved)
     train(optimizer, [2])
 

@@ -44,7 +44,7 @@ class Division:
         self.teams: dict[tuple[int, ...], Team] = {}
         self.of_plain = None if process_group is None else team_of(process_group, self.teams)
         self.engine = Engine(outer.method, outer.defaults, outer.title)
-        self.engine.adamw.apart, self.engine.told = True, outer.told
+        self.engine.adamw.apart = True
         self.weights: dict[Tensor, LocalWeight] = {}
         self.loads: dict[Team, list[float]] = {}
         self.broken: str | None = None
@@ -194,9 +194,8 @@ class Division:
             check_gradient(one.p, one.name)
             if not one.matrix:
                 adamw.check_gradient(one.p, one.name, fused=False)  # of stand-ins it is asked where they step
-        for index, group in enumerate(outer.groups):
-            outer.check_complete(index, group)
-            outer.check_settings(index)
+        for index in range(len(outer.groups)):
+            outer.check_group(index)
         self.check_unbroken("step")
         self.update(outer)
         outer.inherit(all_weights)

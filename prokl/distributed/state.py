@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.algorithm.method import Method
-from prokl.backends.rounding import MASTER, mode_of
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import unwrapped
-from prokl.engine.matrix_state import needed
-from prokl.engine.weights import StateLayout, Weight, weights_of
+from prokl.engine.weights import StateLayout, Weight, layout_of_state, weights_of
 
 
 def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
@@ -24,10 +22,8 @@ def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
     merged: StateLayout = {}
     p, group = one.p, one.group
     for member in one.members():
-        layout = needed(member, method, group)
+        layout = layout_of_state(member, method, group)
         layout["step" + member.suffix] = ((member.shape.count,) if p.ndim == 3 else (), torch.int64)
-        if mode_of(group, p.dtype) == MASTER:
-            layout[MASTER + member.suffix] = (layout["M_Q" + member.suffix][0], torch.float32)
         merged.update(layout)
     return merged
 

@@ -16,10 +16,9 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, groupby
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
-from prokl.engine.weights import Weight, clock, layout_of_state, state_dtype, stored_clock
+from prokl.engine.weights import Weight, clock, layout_of_matrix, state_dtype, stored_clock
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -76,13 +75,9 @@ class Rows(NamedTuple):
     """(B,) bool."""
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where in memory each begins."""
-    return [t.data_ptr() for t in tensors]
-
-
 def _identity(member: Member) -> tuple[Any, ...]:
-    return id(member.p), member.name, member.shape, member.suffix, member.first
+    p = member.p
+    return id(p), member.name, member.shape, member.suffix, member.first, p.dtype, p.device
 
 
 class Bucket:
@@ -91,7 +86,7 @@ class Bucket:
     Their groups may be several, with an lr and a weight decay each, and all other settings alike.
 
     Attributes:
-        restarted: matrices by weight that begin anew while something of their state is left, until it is told.
+        clocks: by member its state, the key of its steps there and what the last step left under it.
         backend: who steps it. io: its reading and writing, with it. graphs: whether its steps can be captured.
         workspace: bytes of temporary memory that a step takes at most.
         group: one of the groups. h: its hyper-parameters without lr and weight decay.
@@ -132,7 +127,7 @@ class Bucket:
         self.workspace = count * method.workspace(m, n, rank) * self.dtype.itemsize
         self._state_dtype = state_dtype(group, first.p)
         self.stacks: dict[str, Tensor] = {}
-        for key, (tail, dtype) in layout_of_state(first, method, rank, group).items():
+        for key, (tail, dtype) in layout_of_matrix(first, method, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
         names = [
             f"{member.name} {c}" for member in members for c in range(member.first, member.first + member.shape.count)
@@ -146,16 +141,14 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self._left: list[int] | None = None  # versions of stacks that steps can go on from
-        self.restarted: Counter[Weight] = Counter()
+        self._messages: list[str] = []
         self.follow(weights)
         self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
         self._every = tuple(range(count))
-        self._clock_keys = ["step" + member.suffix for member in self.members]
-        self._views = [self._adopt(i) for i in range(len(self.members))]
+        self._views = [view for i in range(len(self.members)) for view in self._adopt(i)]
+        self._addresses = [view.data_ptr() for _, _, view in self._views]
         self._write_clocks()
-        self._addresses = addresses([view for views in self._views for view in views.values()])
         self._parameters = [member.p for member in self.members]
-        self._unmoved = [i for i, member in enumerate(self.members) if weights[i].idle.get(member.suffix, 0) >= 0]
         self._converted = [
             key for key, t in self.stacks.items() if key not in ("M_Q", MASTER) and t.dtype != self.dtype
         ]
@@ -183,20 +176,20 @@ class Bucket:
         runs = [[*run] for _, run in groupby(enumerate(weights), key=lambda each: id(each[1].group))]
         self._groups = [(run[0][1].group, range(run[0][0], run[-1][0] + 1)) for run in runs]
 
-    def _adopt(self, i: int) -> dict[str, Tensor]:
-        """Copy a parameter's state into the stacks; leave views of them in its place, and return these."""
+    def _adopt(self, i: int) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Copy a member's state into the stacks; leave views of them in its place, and return these with their keys."""
         member, state = self.members[i], self.states[i]
-        views = {"skipped": self.skipped[i], **{key: member.part(stack) for key, stack in self.stacks.items()}}
-        if "step" + member.suffix in state:
-            for key, view in views.items():
-                if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
-                    view.copy_(state[key + member.suffix])
+        views = [(state, key + member.suffix, member.part(stack)) for key, stack in self.stacks.items()]
+        views.append((state, "skipped" + member.suffix, self.skipped[i]))
+        begun = "step" + member.suffix in state
+        for _, key, view in views:
+            if begun and (key in state or key != MASTER + member.suffix):  # a master it lacks starts as the weight
+                view.copy_(state[key])
+            state[key] = view
         if self.weights[i].own_master and MASTER not in self.stacks:
             master = state.get(MASTER + member.suffix)
-            if isinstance(master, Tensor) and (master.shape, master.dtype) == (views["M_Q"].shape, torch.float32):
-                del state[MASTER + member.suffix]  # a weight that has become wider goes on from its own bits
-        views = {key + member.suffix: view for key, view in views.items()}
-        state.update(views)
+            if isinstance(master, Tensor) and (master.shape, master.dtype) == (views[0][2].shape, torch.float32):
+                del state[MASTER + member.suffix]  # the weight has become wider, or is rounded otherwise
         return views
 
     def is_of(self, members: Sequence[Member], states: Sequence[dict[str, Any]], group: Group) -> bool:
@@ -204,58 +197,44 @@ class Bucket:
 
         It has their state then: the very views that were handed out, in the memory that they had.
         """
-        first, a = members[0].p, self.layout
-        held = [state.get(key) for view, state in zip(self._views, states, strict=False) for key in view]
-        handed_out = [t for views in self._views for t in views.values()]
         return (
             list(map(_identity, members)) == self._made_of
-            and len(states) == len(self.states)
             and all(map(is_, states, self.states))
-            and (first.dtype, first.device) == (a.weight_dtype, a.device)
-            and self.rounding.mode == mode_of(group, first.dtype)
-            and all(map(is_, held, handed_out))
-            and addresses(handed_out) == self._addresses
-            and all(
-                clock(m, state) == self.steps[m.rows.start : m.rows.stop]
-                for m, state in zip(self.members, states, strict=True)
-            )
+            and self.rounding.mode == mode_of(group, members[0].p.dtype)
+            and all(state.get(key) is view for state, key, view in self._views)
+            and [view.data_ptr() for _, _, view in self._views] == self._addresses
+            and all(state.get(key) is left for state, key, left in self.clocks)
         )
 
     def _write_clocks(self) -> None:
-        self._clocks = [
-            self.steps[m.rows.start] if m.p.ndim != 3 else stored_clock(m.p, self.steps[m.rows.start : m.rows.stop])
-            for m in self.members
-        ]
-        for state, key, now in zip(self.states, self._clock_keys, self._clocks, strict=True):
-            state[key] = now
-
-    def keeps_clocks(self) -> bool:
-        """Return True if the counts of steps in the state are those that the last step left."""
-        now = [state.get(key) for state, key in zip(self.states, self._clock_keys, strict=True)]
-        return all(map(is_, now, self._clocks))
+        self.clocks: list[tuple[dict[str, Any], str, Any]] = []
+        for member, state in zip(self.members, self.states, strict=True):
+            start, key = member.rows.start, "step" + member.suffix
+            stack = member.p.ndim == 3
+            state[key] = stored_clock(member.p, self.steps[start : member.rows.stop]) if stack else self.steps[start]
+            self.clocks.append((state, key, state[key]))
 
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
-        has_grad = [p.grad is not None for p in self._parameters]
+        has_grad = tuple([p.grad is not None for p in self._parameters])
         if self._versions() != self._left:
             self._begin_what_was_zeroed()
         if not any(has_grad):
             return None
         steps, first, frequency = self.steps, self.steps[0], self.group["precondition_frequency"]
         if all(has_grad) and first >= 0 and steps.count(first) == len(steps):  # as usual, and quicker
-            plan = Plan(tuple(has_grad), (), self._every, self._every if (first + 1) % frequency == 0 else ())
+            plan = Plan(has_grad, (), self._every, self._every if (first + 1) % frequency == 0 else ())
         else:
             rows = [b for member, has in zip(self.members, has_grad, strict=True) if has for b in member.rows]
             stepping = tuple(b for b in rows if steps[b] >= 0)
             refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
-            plan = Plan(tuple(has_grad), tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
-        if self.rounding.keys is not None:
-            self.rounding.locate(steps)
-        rates = [(group["lr"], group["weight_decay"], members) for group, members in self._groups]
-        self._rates = [  # a tensor has no dimension, so that it multiplies as a number does
-            Rates(lr.reshape(()) if isinstance(lr, Tensor) else plain(lr), plain(decay), members)
-            for lr, decay, members in rates
-        ]
+            plan = Plan(has_grad, tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
+        self.rounding.locate(steps)
+        self._rates = []
+        for group, members in self._groups:
+            lr, decay = group["lr"], plain(group["weight_decay"])
+            # A tensor has no dimension, so that it multiplies as a number does.
+            self._rates.append(Rates(lr.reshape(()) if isinstance(lr, Tensor) else plain(lr), decay, members))
         self.io.locate(self._rates)
         return plan
 
@@ -288,34 +267,27 @@ class Bucket:
         """Move the clocks, last of all. M and ``skipped`` may be ahead of them where a step failed on the way.
 
         Returns:
-            Warnings about weights that never move.
+            Warnings about state that begins anew, and weights that never move.
         """
         self.io.release()
-        self._left = self._versions()
-        messages: list[str] = []
-        if len(moved) == self.layout.count:
-            member_moved = [True] * len(self.members)
-        else:
-            rows = set(moved)
-            member_moved = [not rows.isdisjoint(member.rows) for member in self.members]
-        # A kernel writes past autograd's own count.
-        torch.autograd.graph.increment_version([*compress(self._parameters, member_moved)])
+        self._left, rows, written = self._versions(), set(moved), []
+        messages, self._messages = self._messages, []
+        for i, member in enumerate(self.members):
+            if moves := not rows.isdisjoint(member.rows):
+                written.append(member.p)
+            idle = self.weights[i].idle
+            if plan.has_grad[i] and (count := idle.get(member.suffix, 0)) >= 0:
+                idle[member.suffix] = -1 if moves or count + 1 == NEVER_MOVED_AFTER else count + 1
+                if not moves and idle[member.suffix] < 0:
+                    messages.append(
+                        f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
+                        "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss "
+                        "scale and whether the weight is used."
+                    )
+        torch.autograd.graph.increment_version(written)  # a kernel writes past autograd's own count
         for b in plan.stepping:  # skipped ones too
             self.steps[b] += 1
         self._write_clocks()
-        for i in [i for i in self._unmoved if plan.has_grad[i]]:
-            name, idle = self.members[i].name, self.weights[i].idle
-            suffix = self.members[i].suffix
-            count = idle.get(suffix, 0) + 1
-            idle[suffix] = -1 if member_moved[i] or count == NEVER_MOVED_AFTER else count
-            if idle[suffix] < 0:
-                self._unmoved.remove(i)
-            if count == NEVER_MOVED_AFTER and not member_moved[i]:
-                messages.append(
-                    f"{name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, too "
-                    "small to square, or not finite (optimizer.skipped() counts those). Check the loss scale and "
-                    "whether the weight is used."
-                )
         return messages
 
     def _versions(self) -> list[int]:
@@ -333,12 +305,17 @@ class Bucket:
         state = {key: stack for key, stack in self.stacks.items() if key not in (MASTER, "clipped")}
         held = [stack.reshape(len(stack), -1).any(dim=1) for stack in state.values()]
         goes_on, in_part = torch.stack([can_go_on(state), torch.stack(held).any(dim=0)]).tolist()
-        for member, weight in zip(self.members, self.weights, strict=True):
-            for b in member.rows:
-                if steps[b] >= 0 and not goes_on[b]:
-                    steps[b] = -1
-                    self.restarted[weight] += in_part[b]
+        begin = [b for b in self._every if steps[b] >= 0 and not goes_on[b]]
+        for b in begin:
+            steps[b] = -1
         self._write_clocks()
+        if some := [b for b in begin if in_part[b]]:
+            names = [member.name for member in self.members if not set(some).isdisjoint(member.rows)]
+            self._messages.append(
+                f"The state of {', '.join(names[:3])}{', ...' * (len(names) > 3)} has zero eigenvalues, or bases that "
+                f"are not orthonormal, in {len(some)} matrices, which no step can go on from: they begin anew with the "
+                "next gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."
+            )
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""
@@ -388,13 +365,11 @@ class Bucket:
 
     def _store(self, new: State, learns: tuple[Tensor, ...], moves: tuple[Tensor, ...]) -> None:
         """Store what is ``new``, where all these masks are True: ALWAYS_MOVE by the second ones."""
-        self.io.store(
-            [
-                Slot(stack, new[key], moves if key in ALWAYS_MOVE else learns)
-                for key, stack in self.stacks.items()
-                if key in new and new[key] is not stack
-            ]
-        )
+        slots = []
+        for key, stack in self.stacks.items():
+            if key in new and new[key] is not stack:
+                slots.append(Slot(stack, new[key], moves if key in ALWAYS_MOVE else learns))
+        self.io.store(slots)
 
     def rows(self, rows: tuple[int, ...]) -> Rows | None:
         """Return ``rows``, in ascending order, on the device; None for all.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import torch
@@ -14,23 +13,11 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import check_adamw, clone_if_tensor, plain
 from prokl.engine import adamw, matrix_state
-from prokl.engine.newcomers import plain_group
 from prokl.engine.validation import check_names
-from prokl.engine.weights import (
-    DEFAULTS,
-    Weight,
-    check_reading,
-    clock,
-    named,
-    state_dtype,
-    stored_clock,
-    weights_of,
-)
+from prokl.engine.weights import DEFAULTS, check_reading, clock, plain_group, stored_clock, weights_of
 
 MACHINE_SETTINGS = ("backend", "precision", "cuda_graphs")
 """Settings that are this machine's and not a checkpoint's."""
-FOREIGN_STATE_KEYS = {"exp_avg", "momentum_buffer", "square_avg"}
-"""State keys of PyTorch's optimizers, Muon among them."""
 
 
 class _NoCast:
@@ -64,16 +51,19 @@ def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
     full state dict onto the one device that all tensors with a dimension share. Entries that hooks keep there
     under names instead of weights' numbers are taken as they are.
     """
-
-    def exported(entry: dict[Any, Any]) -> dict[Any, Any]:
+    exported = dict(state)
+    for i, entry in state.items():
+        if not isinstance(i, int):
+            continue
         steps = {k: v for k, v in entry.items() if isinstance(k, str) and k.startswith("step")}
-        counts = {k: torch.tensor(v, device="cpu") for k, v in steps.items() if type(v) is int}
         beside = [v.device for k, v in entry.items() if k not in steps and isinstance(v, Tensor) and v.ndim]
-        of_stacks = {k: v for k, v in steps.items() if isinstance(v, Tensor) and v.ndim}
-        counts |= {k: v.to(beside[0]) for k, v in of_stacks.items() if beside}
-        return {**entry, **counts}
-
-    return {i: exported(entry) if isinstance(i, int) else entry for i, entry in state.items()}
+        for key, value in steps.items():
+            if type(value) is int:
+                steps[key] = torch.tensor(value, device="cpu")
+            elif isinstance(value, Tensor) and value.ndim and beside:
+                steps[key] = value.to(beside[0])
+        exported[i] = {**entry, **steps}
+    return exported
 
 
 def prepare(
@@ -90,16 +80,14 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: it is no optimizer's state dict, has other groups, a group is of another algorithm, or a weight's
-            name is another weight's there.
+        ValueError: a group is of another algorithm, or a weight's name is another weight's there. Other numbers of
+            groups or weights are left to torch.
     """
-    _check_form(state_dict)
-    saved = state_dict["param_groups"]
-    _check_sizes(state_dict, here)
-    saved = [_by_name(group) for group in saved]
-    _check_names(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
-    groups, matrix = [], set()
-    for i, (loaded, present) in enumerate(zip(saved, here, strict=True)):
+    saved = [_by_name(group) for group in state_dict["param_groups"]]
+    _check_order([name for g in saved for name in _names(g)], [name for g in here for name in _names(g)])
+    groups: list[Group] = []
+    matrix: dict[Any, str] = {}
+    for i, (loaded, present) in enumerate(zip(saved, here, strict=False)):
         algorithm = loaded.get("algorithm", present["algorithm"])
         if algorithm != present["algorithm"]:
             raise ValueError(
@@ -107,73 +95,38 @@ def prepare(
                 "optimizer with the groups that the state dict was saved with."
             )
         if algorithm == "matrix":
-            matrix.update(loaded["params"])
+            names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
+            matrix.update(zip(loaded["params"], names, strict=False))
             # An lr that does not say is in old units.
-            settings = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **loaded}
-            settings |= {
-                key: _tuples(value, present.get(key)) for key, value in loaded.items() if isinstance(value, list)
-            }
-            groups.append({**settings, **{key: present[key] for key in MACHINE_SETTINGS}})
+            group = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **loaded}
+            for key, value in loaded.items():  # PyTorch's full state dicts make lists of tuples
+                if isinstance(value, list) and isinstance(present.get(key), tuple):
+                    group[key] = tuple(value)
+                elif isinstance(value, list):
+                    group[key] = [tuple(entry) if isinstance(entry, list) else entry for entry in value]
+            group |= {key: present[key] for key in MACHINE_SETTINGS}
         else:
-            groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
-        groups[i] = plain_group(groups[i], defaults.keys() | adamw_defaults.keys())
-        groups[i]["lr"] = clone_if_tensor(groups[i]["lr"])
-    names = {i: name for group in saved for i, name in zip(group["params"], _names(group), strict=False)}
+            group = {**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded}
+        group = plain_group(group, defaults.keys() | adamw_defaults.keys())
+        groups.append({**group, "lr": clone_if_tensor(group["lr"])})
     state = dict(state_dict["state"])
     for i, entry in state.items():
         if i in matrix:
-            upgraded = matrix_state.upgraded(entry, names.get(i, f"weight {i}"))
-            state[i] = {key: _NoCast(value) for key, value in upgraded.items()}
-    return {**state_dict, "state": state, "param_groups": groups}
+            state[i] = {k: _NoCast(value) for k, value in matrix_state.upgraded(entry, matrix[i]).items()}
+    return {**state_dict, "state": state, "param_groups": groups + saved[len(groups) :]}
 
 
-def check_mapping(state_dict: Any) -> None:
-    """Raise TypeError for what is no state dict, but the file of one, or what has one."""
-    if isinstance(state_dict, Mapping):
-        return
-    if isinstance(state_dict, (str, PathLike)):
-        got, remedy = repr(str(state_dict)), 'load it before, as by torch.load(path)["optimizer"]'
-    else:
-        got, remedy = f"a {type(state_dict).__name__}", "pass what state_dict() of an optimizer gave"
-    raise TypeError(f"load_state_dict takes the state dict of an optimizer, got {got}: {remedy}.")
-
-
-def _check_form(state_dict: Mapping[Any, Any]) -> None:
-    """Raise ValueError for a dict that is no optimizer's state dict, but holds one, or is a model's."""
-    lacks = [key for key in ("param_groups", "state") if key not in state_dict]
-    if not lacks:
-        return
-    inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value]
-    if inside:
-        remedy = f"it holds one: pass that, checkpoint[{inside[0]!r}]"
-    elif state_dict and all(isinstance(value, Tensor) for value in state_dict.values()):
-        remedy = "it is a model's: pass what state_dict() of an optimizer gave"
-    else:
-        remedy = "pass what state_dict() of an optimizer gave"
-    keys = ", ".join(map(repr, [*state_dict][:3])) + ", ..." * (len(state_dict) > 3)
-    raise ValueError(
-        f"The loaded state dict has no {' and no '.join(map(repr, lacks))}, but {keys or 'nothing'}, so it is no "
-        f"optimizer's; {remedy}."
-    )
-
-
-def _check_sizes(state_dict: Mapping[str, Any], here: list[Group]) -> None:
-    """Raise ValueError for other numbers of groups or weights, in torch's words and with the remedy."""
-    there, own = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], here))
-    if there == own:
-        return
-    foreign = {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
-    ours = any(str(key).startswith("M_Q") for key in foreign) or any(
-        "algorithm" in g for g in state_dict["param_groups"]
-    )
-    what = "contains a parameter group that doesn't match the size of optimizer's group"
-    if len(there) != len(own):
-        what = "has a different number of parameter groups"
-    remedy = "Build model and groups as they were when it was saved, with the same arguments of prokl.param_groups"
-    if not ours and foreign & FOREIGN_STATE_KEYS:
-        kept = ", ".join(sorted(foreign & FOREIGN_STATE_KEYS))
-        remedy = f"It is another optimizer's, with {kept}: start this one with an empty state"
-    raise ValueError(f"loaded state dict {what}: {there} weights in the groups there, and {own} here. {remedy}.")
+def check_form(state_dict: Any) -> None:
+    """Raise an error for what is no optimizer's state dict, but a file of one, or a dict that holds one."""
+    keys = [*state_dict] if isinstance(state_dict, Mapping) else []
+    if not {"state", "param_groups"} <= {*keys}:
+        has = f"a dict of {', '.join(map(repr, keys[:3])) or 'nothing'}" if keys or state_dict == {} else None
+        inside = [key for key in keys if isinstance(state_dict[key], Mapping) and "param_groups" in state_dict[key]]
+        raise (ValueError if has else TypeError)(
+            "load_state_dict takes the state dict of an optimizer, with 'state' and 'param_groups', got "
+            f"{has or type(state_dict).__name__}: pass what state_dict() gave, as by "
+            f"torch.load(path)[{inside[0] if inside else 'optimizer'!r}]."
+        )
 
 
 def _by_name(group: Group) -> Group:
@@ -193,17 +146,16 @@ def _names(group: Group) -> list[str]:
     return list(map(unwrapped_name, group.get("param_names", [])))
 
 
-def _check_names(saved_names: list[str], names: list[str]) -> None:
+def _check_order(there: list[str], here: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to a weight of another name that is here, too."""
-    there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
     if len(there) != len(here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
-    for i in (i for i, name in enumerate(there) if name != here[i] and name in here):
-        raise ValueError(
-            f"The loaded state dict has weights in another order: weight {i} is {saved_names[i]!r} there and "
-            f"{names[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
-            "saved in."
-        )
+    for i, name in enumerate(there):
+        if name != here[i] and name in here:
+            raise ValueError(
+                f"The loaded state dict has weights in another order: weight {i} is {name!r} there and {here[i]!r} "
+                "here, and state goes by place. Build the model and its groups in the order that it was saved in."
+            )
 
 
 def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method[Any]) -> list[str]:
@@ -214,55 +166,26 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
             settings made nothing. method: whose.
     """
     said = []
-    there, here = (
-        [unwrapped_name(n) for group in groups for n in group.get("param_names", [])] for groups in (now, before)
-    )
+    there, here = ([name for group in groups for name in _names(group)] for groups in (now, before))
     if len(there) == len(here) and (other := [i for i, name in enumerate(there) if name != here[i]]):
         said.append(
             f"The loaded state dict has other names for {len(other)} of {len(here)} weights: weight {other[0]} is "
             f"{there[other[0]]!r} there and {here[other[0]]!r} here. State goes by place: make sure that these are the "
             "same weights."
         )
-    try:
-        owns = [*weights_of(before)]
-    except ValueError:  # lists that were edited by hand and did not fit: the load has mended them
-        return said
     found = []
-    for own, weight in zip(owns, weights_of(now), strict=False):  # a hook may have added groups
-        if not weight.matrix or not state.get(weight.p):
-            continue
-        for key in (*method.fixed, *DEFAULTS):
-            whose = weight.name if key in DEFAULTS else f"group {weight.group_index}"
-            one, two = (getattr(w, key) if key in DEFAULTS else plain(w.group.get(key)) for w in (weight, own))
-            if one != two and _in_effect(key, weight, method) != _in_effect(key, own, method):
-                found.append(f"{key}={one!r} for {whose}, here {two!r}")
-    if found := [*dict.fromkeys(found)]:
+    for i, (loaded, own) in enumerate(zip(now, before, strict=False)):
+        if loaded["algorithm"] == "matrix" and any(state.get(p) for p in loaded["params"]):
+            for key in (*method.fixed, *DEFAULTS):
+                if plain(loaded.get(key)) != plain(own.get(key)):
+                    found.append(f"{key}={loaded.get(key)!r} for group {i}, here {own.get(key)!r}")
+    if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         said.append(
             f"The loaded state dict has {'; '.join(found[:3])}{more}. Its state was made so, and the optimizer goes on "
             "with its settings. To begin anew with those here, load the model alone."
         )
     return said
-
-
-def _in_effect(key: str, weight: Weight, method: Method[Any]) -> Any:
-    """Return what a setting comes to for a weight; itself where that is out of bounds, as one set by hand may be."""
-    try:
-        if key == "state_dtype":
-            return state_dtype(weight.group, weight.p)
-        if key in ("rank", *DEFAULTS):
-            pieces = [(member.suffix, member.shape) for member in weight.members()]
-            return [method.rank(weight.group, shape.m, shape.n) for _, shape in pieces] if key == "rank" else pieces
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        pass
-    return getattr(weight, key) if key in DEFAULTS else plain(weight.group.get(key))
-
-
-def _tuples(values: list[Any], present: Any) -> Any:
-    """Return a loaded list with the tuples that it had: PyTorch's full state dicts make lists of them."""
-    if isinstance(present, tuple):
-        return tuple(values)
-    return [tuple(value) if isinstance(value, list) else value for value in values]
 
 
 def restore(
@@ -286,7 +209,6 @@ def restore(
         if settings is not None:
             settings.update({**defaults, **settings})
     restored: set[int] = set()
-    misfits: dict[Tensor, str] = {}
     try:
         check_names(state["param_groups"])
     except ValueError as error:
@@ -299,52 +221,41 @@ def restore(
             weights = [*weights_of([group], i)]
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
-        if group["algorithm"] != "matrix":
-            adamw.count_in_tensors(state["state"], group, i)
-            for p, name in named(group, i):
-                if entry := state["state"].get(p):
-                    if reason := adamw.misfit(p, group, entry):
-                        misfits.setdefault(p, f"{name} has {reason}")
-                    elif check_values:
-                        adamw.check_values(name, entry)
-                    state["state"][p] = {k: _lying_as(p, v) for k, v in entry.items()}  # a copy, as of the matrices'
-            continue
         for weight in weights:
-            p, name = weight.p, weight.name
-            entry = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
-            check_reading(weight)
-            parts = weight.members()
-            matrix_state.check_split(entry, parts, name, weight.split)
-            if layouts := matrix_state.layouts_of(entry, p, parts, method, group):
-                for member, layout in zip(parts, layouts, strict=True):
-                    if misfit := matrix_state.misfit(entry, layout, member, optimizer):
-                        misfits.setdefault(p, f"{member.name} (weight {tuple(p.shape)}) has {misfit}")
-                        break
-                    if check_values:
-                        matrix_state.check_values(entry, layout, member)
-                    entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
+            p, entry = weight.p, {k: unwrapped(v) for k, v in state["state"].get(weight.p, {}).items()}
+            if weight.matrix:
+                check_reading(weight)
+                members = weight.members()
+                reason = matrix_state.misfit(weight, members, entry, method, optimizer)
+                begun = reason is None and not matrix_state.begins(entry, members, method, weight)
+                if begun and check_values:
+                    reason = matrix_state.bad_values(weight, members, entry, method)
+            else:
+                adamw.count_in_tensors(entry, weight)
+                reason = adamw.misfit(weight, entry, live=False)
+                if reason is None and check_values:
+                    reason = adamw.bad_values(weight, entry)
+            if reason is not None:
+                raise ValueError(
+                    f"The loaded state of {reason}. Load a state dict of the same optimizer, model, rank, "
+                    "init_eigenvalue and split."
+                )
+            if entry:  # a copy: what was loaded goes on without this optimizer
+                entry = {key: _copied(value, p, weight.matrix) for key, value in entry.items()}
+                state["state"][p] = entry
+            if weight.matrix and begun:
                 restored.add(i)
-            elif foreign := FOREIGN_STATE_KEYS & entry.keys():
-                misfits.setdefault(p, f"{name} has {min(foreign)}, another optimizer's, and nothing of {optimizer}'s")
-            if entry and not misfits:  # a copy: what was loaded goes on without this optimizer
-                clocks = {"step" + member.suffix for member in parts}
-                state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in entry.items()}
-    if misfits:
-        first, *others = misfits.values()
-        more = f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'}" if others else ""
-        raise ValueError(
-            f"The loaded state of {first}{more}. Load a state dict of the same optimizer, model, rank, "
-            "init_eigenvalue and split."
-        )
+                for member in members:
+                    entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
     return restored
 
 
-def _lying_as(p: Tensor, value: Any) -> Any:
-    """Return a copy with the weight's strides, which fused kernels go by, where the shape is the weight's."""
-    if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+def _copied(value: Any, p: Tensor, matrix: bool) -> Any:
+    """Return a copy: of a matrix's state on its device; of AdamW's with the weight's strides, which kernels go by."""
+    if not isinstance(value, Tensor):
+        return value
+    if matrix:
+        return value.to(p.device, copy=True)
+    if value.shape == p.shape and value.stride() != p.stride():
         return torch.empty_like(p, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+    return value.clone()

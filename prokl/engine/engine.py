@@ -5,10 +5,9 @@ It knows neither ranks nor hooks: an optimizer gives it its groups and its state
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -27,24 +26,20 @@ from prokl.algorithm.settings import (
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member
-from prokl.backends.rounding import MASTER, mode_of
+from prokl.backends.rounding import MASTER
 from prokl.backends.select import select
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
-from prokl.engine.newcomers import in_float16, plain_group
 from prokl.engine.specified import SpecifiedBucket
 from prokl.engine.validation import (
     PLAIN,
-    check_forms,
     check_gradient,
-    check_in_memory,
-    check_materialised,
     check_matrix_parameter,
+    check_memory,
     check_names,
-    check_writable,
-    misspelt,
+    in_float16,
 )
 from prokl.engine.weights import (
     DEFAULTS,
@@ -53,6 +48,7 @@ from prokl.engine.weights import (
     check_reading,
     clock,
     may_move,
+    plain_group,
     runs,
     state_dtype,
     weights_of,
@@ -76,7 +72,6 @@ class Engine:
         weights: those of the groups, and others that have state, by parameter.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
-        told: what was warned of, or looked at, and is not to be again.
 
     Args:
         method: the matrix method.
@@ -92,8 +87,8 @@ class Engine:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.first: dict[Tensor, int] = {}
         self.adamw, self.graphs = AdamWGroups(), Graphs()
-        self.told: set[Any] = set()
         self._messages: list[str] = []
+        self._told_float16 = False
         self.forget()
 
     def forget(self) -> None:
@@ -104,13 +99,12 @@ class Engine:
     def release(self) -> None:
         """Drop the layout: the buckets, and with them all memory but that of the state's own tensors."""
         self._built_on: tuple[list[Any], list[Any]] | None = None
-        self._buckets: dict[BucketKey, list[Bucket]] = {}
+        self._buckets: list[Bucket] = []
         self.graphs = self.graphs.anew()
 
-    def buckets(self) -> Iterator[Bucket]:
-        """Yield all buckets."""
-        for buckets in self._buckets.values():
-            yield from buckets
+    def buckets(self) -> list[Bucket]:
+        """Return all buckets."""
+        return self._buckets
 
     def step(self) -> list[str]:
         """Step everything; return warnings.
@@ -119,28 +113,25 @@ class Engine:
             Sharded: see there.
             ValueError: what cannot be stepped as it is; nothing has moved then.
         """
-        messages: list[str] = []
-        plans, every = dict(self.decide()), [*self.buckets()]
+        plans, messages = dict(self.decide()), self.warnings()
+        beside: AbstractContextManager[None] = nullcontext()
         # Two by two: one bucket's small launches leave processors idle, which the other one's products take. A bucket
         # has the same stream in every step, as its graphs belong to one.
-        for first, *second in (every[i : i + 2] for i in range(0, len(every), 2)):
-            beside = self._beside(first, *(bucket for bucket in second if bucket in plans))
-            if first in plans:
-                messages += self.advance(first, plans[first])
-            for bucket in second:
-                if bucket in plans:
-                    # One that begins takes all the temporary memory that there is, and reads the device.
-                    with nullcontext() if plans[bucket].initialising else beside:
-                        messages += self.advance(bucket, plans[bucket])
+        for i, bucket in enumerate(self._buckets):
+            beside = self._beside(*self._buckets[i : i + 2]) if i % 2 == 0 else beside
+            if bucket in plans:
+                # One that begins takes all the temporary memory that there is, and reads the device.
+                with nullcontext() if i % 2 == 0 or plans[bucket].initialising else beside:
+                    messages += self.advance(bucket, plans[bucket])
         self.step_adamw()
-        return messages + self.warnings()
+        return messages
 
     def _beside(self, bucket: Bucket, *other: Bucket) -> AbstractContextManager[None]:
         """Return the context of the second of two buckets: another stream if they lie on one GPU, and any two fit."""
         device = bucket.layout.device
         if device.type != "cuda" or [each.layout.device for each in other] != [device]:
             return nullcontext()
-        needed = sorted(each.workspace for each in self.buckets() if each.layout.device == device)
+        needed = sorted(each.workspace for each in self._buckets if each.layout.device == device)
         return SecondStream(device, priority=0) if sum(needed[-2:]) <= workspace(device) else nullcontext()
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
@@ -150,31 +141,20 @@ class Engine:
         and weight decay are looked at.
         """
         built_on, self._built_on = self._built_on, None
-        if built_on is None or not self._stands(built_on):
+        if built_on is None or not _same(self._fingerprint(), built_on):
             self.build()
             built_on = self._fingerprint()
         for group in self.groups:
             check("lr", group["lr"], RATE)
             check("weight_decay", group["weight_decay"], NONNEGATIVE)
         self._check_gradients()
-        work = [(bucket, plan) for bucket in self.buckets() if (plan := bucket.decide()) is not None]
-        self._tell_restarts()
+        work = []
+        for bucket in self._buckets:
+            plan = bucket.decide()
+            if plan is not None:
+                work.append((bucket, plan))
         self._built_on = built_on
         return work
-
-    def _tell_restarts(self) -> None:
-        """Say of which weights matrices begin anew, once a weight: its pieces may be in several buckets."""
-        restarted: Counter[Weight] = Counter()
-        for bucket in self.buckets():
-            restarted += bucket.restarted  # which leaves out zeros
-            bucket.restarted.clear()
-        for weight, some in restarted.items():
-            count = sum(member.shape.count for member in self.members(weight))
-            self._messages.append(
-                f"The state of {weight.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
-                f"{count} matrices, which no step can go on from: they begin anew with the next gradient. To reset a "
-                "weight, remove its state, optimizer.state.pop(p), or zero all of it."
-            )
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
@@ -183,7 +163,7 @@ class Engine:
 
     def step_adamw(self) -> None:
         """Step the AdamW groups."""
-        self.adamw.step([g for g in self.groups if g["algorithm"] == "adamw"], self.state)
+        self.adamw.step(self._adamw_groups, self.state)
 
     def warnings(self) -> list[str]:
         """Return what was found to warn of since the last call, apart from what single buckets say."""
@@ -195,56 +175,50 @@ class Engine:
 
         It is None where something has no address, or is no longer what it was.
         """
+        objects: list[Any] = []
+        forms: list[Any] = []
         try:
-            weights = [p for group in self.groups for p in group["params"]]
-            entries: list[Any] = [self.state.get(p) for p in self._readers]
-            tensors = [*chain.from_iterable([read(e) for read, e in zip(self._readers.values(), entries, strict=True)])]
-            forms = [
-                [p.shape for p in weights],
-                [p.stride() for p in weights],
-                [p.dtype for p in weights],
-                [p.device for p in weights],
-                [p.requires_grad or p.grad is not None for p in weights],
-                [*map(Tensor.is_neg, weights)],  # kernels that go by address would step such a weight the wrong way
-                [p.grad is None for p in self._waiting],
-                [*map(Tensor.data_ptr, weights)],
-                [*map(Tensor.data_ptr, tensors)],
-                [self._settings[group["algorithm"]](group) for group in self.groups],
-                [(isinstance(group["lr"], Tensor), "weight_decay" in group, len(group)) for group in self.groups],
-            ]
+            for group in self.groups:
+                settings = self._settings[group["algorithm"]](group)
+                forms.append((settings, isinstance(group["lr"], Tensor), "weight_decay" in group, len(group)))
+                objects.append(group)
+                for p in group["params"]:
+                    objects.append(p)
+                    moves = p.requires_grad or p.grad is not None
+                    # Kernels that go by address would step a negated weight the wrong way.
+                    forms.append((p.shape, p.stride(), p.dtype, p.device, moves, p.is_neg(), p.data_ptr()))
+            for p, read in self._readers.items():
+                entry: Any = self.state.get(p)
+                tensors = read(entry)
+                objects.append(entry)
+                objects += tensors
+                forms += map(Tensor.data_ptr, tensors)
+            for p in self._waiting:
+                forms.append(p.grad is None)
+            for bucket in self._buckets:
+                for state, key, left in bucket.clocks:
+                    forms.append(state.get(key) is left)
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return None
-        return [*self.groups, *weights, *entries, *tensors], forms
-
-    def _stands(self, built_on: tuple[list[Any], list[Any]]) -> bool:
-        """Return True if the layout was built on what groups and state are now."""
-        now, (objects, forms) = self._fingerprint(), built_on
-        if now is None or len(now[0]) != len(objects) or not all(map(is_, now[0], objects)):
-            return False
-        try:
-            return now[1] == forms and all(bucket.keeps_clocks() for bucket in self.buckets())
-        except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
-            return False
+        return objects, forms
 
     def _check_gradients(self) -> None:
         """Raise an error for a gradient that does not go with its weight."""
-        weights = [weight.p for weight in self._stepped if weight.p.grad is not None]
-        gradients: list[Any] = [p.grad for p in weights]
-        if (
-            {*map(type, gradients)} <= {*PLAIN}
-            and [g.layout for g in gradients].count(torch.strided) == len(gradients)
-            and [g.shape for g in gradients] == [p.shape for p in weights]
-            and [g.dtype for g in gradients] == [p.dtype for p in weights]
-            and [g.device for g in gradients] == [p.device for p in weights]
-            and all(map(Tensor.data_ptr, gradients))
-            and not any(map(Tensor.is_neg, gradients))
-            and all(p.grad is None or p.grad.stride() == p.stride() for p in self._fused)
-        ):
-            return
-        for weight in self._stepped:
-            check_gradient(weight.p, weight.name, weight.matrix or type(weight.p) in PLAIN)
-            if not weight.matrix:
-                adamw.check_gradient(weight.p, weight.name, weight.group["fused"])
+        for weight, p, fused in self._stepped:
+            g = p.grad
+            if g is not None and not (
+                type(g) in PLAIN
+                and g.layout is torch.strided
+                and g.shape == p.shape
+                and g.dtype is p.dtype
+                and g.device == p.device
+                and not g.is_neg()
+                and g.data_ptr()
+                and (not fused or g.stride() == p.stride())
+            ):
+                check_gradient(p, weight.name, weight.matrix or type(p) in PLAIN)
+                if not weight.matrix:
+                    adamw.check_gradient(p, weight.name, fused)
 
     def build(self) -> None:
         """Check everything, and lay the weights of a shape together: as they are now, which is the state's new place.
@@ -253,32 +227,34 @@ class Engine:
         rounding: it follows from the groups, not from who came first.
         """
         self._built_on = None
-        check_forms(self.groups, self.state)
         check_names(self.groups)
-        for index, group in enumerate(self.groups):
-            self.check_complete(index, group)
-            if group["algorithm"] == "adamw":
-                adamw.bring_home(group, self.state)
+        for index in range(len(self.groups)):
+            self.check_group(index)
+        self._adamw_groups = [group for group in self.groups if group["algorithm"] == "adamw"]
         weights = [*weights_of(self.groups)]
         if any(hasattr(weight.p, "device_mesh") for weight in weights):
             raise Sharded
-        for index in range(len(self.groups)):
-            self.check_settings(index)
         self.inherit(weights)
         for weight in weights:
-            self._check_weight(weight)
+            check_gradient(weight.p, weight.name, weight.matrix or type(weight.p) in PLAIN)
+            _check_weight(weight)
         for index, group in enumerate(self.groups):
             if group["algorithm"] == "adamw":
                 adamw.check_options(group, index)
+                adamw.bring_home(group, self.state)
         for weight in weights:
             state = self.state.get(weight.p, {})
-            if not weight.matrix:
-                adamw.check_state(weight.p, weight.name, weight.group, state)
-            elif state:
-                matrix_state.check_state(weight.p, self.members(weight), state, self.method, weight.group, self.title)
+            if weight.matrix:
+                reason = matrix_state.misfit(weight, self.members(weight), state, self.method, self.title)
+            else:
+                reason = adamw.misfit(weight, state) if may_move(weight.p) else None
+            if reason is not None:
+                raise ValueError(
+                    f"The state of {reason}. Set it back, or remove the state, optimizer.state.pop(p), to begin anew."
+                )
 
         placed: dict[BucketKey, list[tuple[Member, Weight]]] = {}
-        waiting: list[Tensor] = []
+        self._waiting: list[Tensor] = []
         per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
         alike = [tuple(plain(g.get(key)) for key in self.defaults if key not in per_member) for g in self.groups]
         for weight in weights:
@@ -289,14 +265,13 @@ class Engine:
                     key = self.shape(weight.group, member), alike[weight.group_index], may_move(weight.p)
                     placed.setdefault(key, []).append((member, weight))
             else:
-                waiting.append(weight.p)
+                self._waiting.append(weight.p)
                 if weight.p.requires_grad:
                     self.begin(weight)
         self._fill(placed)
         self.remember(weights)
 
-        self._stepped, self._waiting = weights, waiting
-        self._fused = [weight.p for weight in weights if not weight.matrix and weight.group["fused"]]
+        self._stepped = [(weight, weight.p, not weight.matrix and weight.group["fused"]) for weight in weights]
         rates, ours = {"lr", "weight_decay"}, {*self.defaults, *DEFAULTS} - {"differentiable"}
         self._settings = {
             "matrix": itemgetter("algorithm", *(ours - rates)),
@@ -308,51 +283,30 @@ class Engine:
             keys = [key for key in keys if not (weight.matrix and key.startswith("step"))]  # which a step replaces
             if keys:
                 self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
-        self._warn()
-
-    def _warn(self) -> None:
-        """Say, once, what is allowed and hardly meant: weights in float16, keys that are nearly a setting's."""
-        if "float16" not in self.told and (message := in_float16(self.groups)):
-            self.told.add("float16")
+        if not self._told_float16 and (message := in_float16(self.groups)):
+            self._told_float16 = True
             self._messages.append(message)
-        of_adamw = {*self.adamw.defaults(False), "lr", "algorithm", "params"}
-        for index, group in enumerate(self.groups):
-            known = (of_adamw, self.defaults) if group["algorithm"] == "adamw" else (self.defaults, of_adamw)
-            new = {key: value for key, value in group.items() if (index, key) not in self.told}
-            self.told.update((index, key) for key in new)
-            for key, reason in misspelt(new, *known):
-                self._messages.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
 
-    def check_complete(self, index: int, group: Group) -> None:
-        """Raise ValueError for a group that was robbed of a setting."""
-        check("algorithm", group.get("algorithm"), ALGORITHM)
-        own = {"matrix": self.defaults, "adamw": self.adamw.defaults(self.defaults["maximize"])}
-        ours, ((other, theirs),) = own.pop(group["algorithm"]), own.items()
-        # What torch puts into every optimizer that is copied may be lacking here.
-        foreign = {"differentiable"} if group["algorithm"] == "matrix" else set()
-        for key in () if ours.keys() <= group.keys() else ours.keys() - foreign - group.keys():
-            if theirs.keys() <= group.keys():
-                raise ValueError(
-                    f"Invalid algorithm={group['algorithm']!r} of group {index}: it was {other!r} when the group was "
-                    "added, and has its settings. Set it back, or make a new optimizer whose group says so from the "
-                    "start."
-                )
-            raise ValueError(
-                f"Group {index} has no {key}, which algorithm={group['algorithm']!r} needs: set it back, to "
-                f"{ours[key]!r} for what it is by default."
-            )
-
-    def check_settings(self, index: int) -> None:
-        """Raise ValueError for settings of a group that are out of bounds.
+    def check_group(self, index: int) -> None:
+        """Raise ValueError for a group that lacks a setting, or has one that is out of bounds.
 
         Those of a matrix group become Python's own, whatever was set by hand.
         """
         group = self.groups[index]
-        if group["algorithm"] == "adamw":
-            check_adamw(group)
-        else:
+        check("algorithm", group.get("algorithm"), ALGORITHM)
+        matrix = group["algorithm"] == "matrix"
+        needed = self.defaults if matrix else self.adamw.defaults(self.defaults["maximize"])
+        # What torch puts into every optimizer that is copied may be lacking in a matrix group.
+        if missing := sorted(needed.keys() - group.keys() - ({"differentiable"} if matrix else set())):
+            raise ValueError(
+                f"Group {index} has no {missing[0]}, which algorithm={group['algorithm']!r} needs: set it back, to "
+                f"{needed[missing[0]]!r} for what it is by default."
+            )
+        if matrix:
             group.update(plain_group(group, self.defaults))
             self.method.check(group)
+        else:
+            check_adamw(group)
 
     def inherit(self, weights: Collection[Weight]) -> None:
         """Let weights that have state go on with what is known of it, and forget those that have none.
@@ -372,47 +326,32 @@ class Engine:
         for weight in weights:
             if weight.matrix and self.state.get(weight.p):
                 weight.made_with = weight.making(self.method.fixed)
-                weight.own_master |= mode_of(weight.group, weight.p.dtype) == MASTER
+                weight.own_master |= weight.group["bf16_weights"] == MASTER  # also no longer in bfloat16
                 self.weights[weight.p] = weight
-
-    def _check_weight(self, weight: Weight) -> None:
-        """Raise an error for a weight, or its gradient, that cannot be stepped."""
-        p, name = weight.p, weight.name
-        check_materialised(p, name)
-        check_gradient(p, name, weight.matrix or type(p) in PLAIN)
-        if weight.matrix:
-            _check_matrix(weight, steps=p.grad is not None)  # it may have come by other ways than a group
-        if self.state.get(p, {}).keys() & ({"exp_avg"} if weight.matrix else {"M_Q", "M_Q.0"}):
-            raise ValueError(
-                f"Invalid algorithm={weight.group['algorithm']!r}: {name} has the state of another algorithm. Set it "
-                "back, or start a new optimizer."
-            )
 
     def check_new(self, index: int) -> None:
         """Raise ValueError for a new group that cannot be stepped."""
         group = self.groups[index]
-        weights = [*weights_of(self.groups[index : index + 1], index)]
-        for weight in weights:
-            check_materialised(weight.p, weight.name)
         if group["algorithm"] == "adamw":
-            self.adamw.check_new(group, self.defaults)
-            return
-        self.method.check(group)
-        for weight in weights:
-            _check_matrix(weight, steps=True)
-            dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
-            self.select(group["backend"], weight.p.device, group["precision"], dtype)
+            for key in self.defaults.keys() - adamw.ARGUMENTS - {"algorithm"}:  # which one call may give all groups
+                group.pop(key, None)
+            adamw.check_options(group, index)
+        else:
+            self.method.check(group)
+        for weight in weights_of([group], index):
+            _check_weight(weight)
+            if weight.matrix:
+                dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
+                self.select(group["backend"], weight.p.device, group["precision"], dtype)
 
     def members(self, weight: Weight) -> list[Member]:
         """Return the weight as one member, or each piece of ``split`` as one: what has a state of its own."""
         return weight.members(self.first.get(weight.p, 0))
 
-    def _rank(self, group: Group, member: Member) -> int:
-        return self.method.rank(group, member.shape.m, member.shape.n)
-
     def shape(self, group: Group, member: Member) -> Shape:
         """Return what a member must have in common with others to be stepped with them, settings aside."""
-        return member.shape.m, member.shape.n, self._rank(group, member), member.p.dtype, member.p.device
+        m, n = member.shape.m, member.shape.n
+        return m, n, self.method.rank(group, m, n), member.p.dtype, member.p.device
 
     def _takes_part(self, member: Member) -> bool:
         """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
@@ -427,36 +366,37 @@ class Engine:
         """
         for member in self.members(weight):
             if "step" + member.suffix not in self.state[weight.p]:
-                blank = blank_state(member, self.method, self._rank(weight.group, member), weight.group)
-                self.state[weight.p].update(blank)
+                self.state[weight.p].update(blank_state(member, self.method, weight.group))
         return self.state[weight.p]
 
     def _fill(self, placed: dict[BucketKey, list[tuple[Member, Weight]]]) -> None:
         """Make the buckets of these members; one that is as it would be made stays, with its graphs."""
-        old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self.buckets()}
-        filled: dict[BucketKey, list[Bucket]] = {}
+        old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self._buckets}
+        buckets: list[Bucket] = []
         for key, pairs in placed.items():
-            (m, n, rank, dtype, device), first = key[0], pairs[0][1]
+            (m, n, rank, dtype, device), (_, first) = key[0], pairs[0]
             each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first.group, first.p)).itemsize
-            filled[key], start = [], 0
+            kind, start = SpecifiedBucket if first.group["backend"] == "reference" else Bucket, 0
             for run in runs([member for member, _ in pairs], each, workspace(device)):
                 weights = [weight for _, weight in pairs[start : start + len(run)]]
                 states, start = [self.state[member.p] for member in run], start + len(run)
                 bucket = old.get((run[0].p, run[0].suffix))
-                kind = SpecifiedBucket if weights[0].group["backend"] == "reference" else Bucket
-                if type(bucket) is kind and bucket.is_of(run, states, weights[0].group):
+                if bucket is not None and type(bucket) is kind and bucket.is_of(run, states, weights[0].group):
                     bucket.follow(weights)
                 else:
                     try:
                         bucket = kind(run, weights, states, self.method, rank, self.select)
                     except RuntimeError as error:  # torch's of memory, on whichever device
-                        raise type(error)(_no_room(run, error)) from error
-                filled[key].append(bucket)
-        self._buckets = filled
-        for bucket in self.buckets():
+                        raise type(error)(
+                            f"No state for {run[0].name} of shape {tuple(run[0].p.shape)} and {len(run) - 1} more: "
+                            f'{error} A long weight, as an embedding, may go into an "adamw" group.'
+                        ) from error
+                buckets.append(bucket)
+        for bucket in buckets:
             for weight in bucket.weights:
                 weight.own_master = MASTER in bucket.stacks
-        self.graphs.keep(self.buckets())
+        self._buckets = buckets
+        self.graphs.keep(buckets)
 
     def counts(self, key: str) -> dict[str, int]:
         """Add up a counter of the state by weight; reads the device."""
@@ -481,24 +421,22 @@ class Engine:
     def loaded(self, restored: Collection[int]) -> None:
         """Go on from other groups and another state; of the ``restored`` groups state was loaded."""
         self.forget()
-        for weight in weights_of(self.groups):
-            if weight.group_index in restored:
-                weight.own_master = weight.group["bf16_weights"] == MASTER  # also no longer in bfloat16
-                self.remember([weight])
+        self.remember([weight for weight in weights_of(self.groups) if weight.group_index in restored])
 
 
-def _check_matrix(weight: Weight, steps: bool) -> None:
-    """Raise ValueError for a weight that the matrix method cannot read, or write where it ``steps``."""
-    check_matrix_parameter(weight.p, weight.name)
-    check_writable(weight.p, weight.name)
-    check_reading(weight)
-    if steps:
-        check_in_memory(weight.p, weight.name)
+def _check_weight(weight: Weight) -> None:
+    """Raise ValueError for a weight that its algorithm cannot read or write."""
+    if weight.matrix and weight.p.device.type != "meta":
+        check_matrix_parameter(weight.p, weight.name)
+        check_reading(weight)
+    check_memory(weight)
 
 
-def _no_room(run: list[Member], error: Exception) -> str:
-    others = f" and {len(run) - 1} more" if len(run) > 1 else ""
-    return (
-        f"No state for {run[0].name} of shape {tuple(run[0].p.shape)}{others}: {error} A weight with a long side, as "
-        'an embedding, may go into a group {"params": [...], "algorithm": "adamw", "lr": ...}.'
-    )
+def _same(now: Any, before: Any) -> bool:
+    """Return True if a layout was built on what there is now."""
+    if now is None or len(now[0]) != len(before[0]):
+        return False
+    try:
+        return all(map(is_, now[0], before[0])) and now[1] == before[1]
+    except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
+        return False

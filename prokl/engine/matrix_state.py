@@ -2,120 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
+from prokl.algorithm.method import Method
 from prokl.algorithm.reference import in_eigenbases
 from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
 from prokl.backends.io import Member
-from prokl.backends.rounding import MASTER, mode_of
-from prokl.engine.weights import StateLayout, clock, layout_of_state
+from prokl.backends.rounding import MASTER
+from prokl.engine.weights import Weight, clock, layout_of_state
+
+FOREIGN = {"exp_avg", "momentum_buffer", "square_avg"}
+"""State keys of PyTorch's optimizers, Muon among them."""
 
 
-def check_state(
-    p: Tensor, parts: list[Member], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
-) -> None:
-    """Raise ValueError where the live state of a matrix weight was replaced by what a step cannot go on from.
+def begins(state: Mapping[str, Any], members: Sequence[Member], method: Method[Any], weight: Weight) -> bool:
+    """Return True if a weight's state has nothing of the method's, however the weight is split; other keys stay."""
+    layout = layout_of_state(members[0], method, weight.group)
+    ours = {"step", "lambda_0"}.union(key.partition(".")[0] for key in layout) - {MASTER}
+    return not any(isinstance(key, str) and key.partition(".")[0] in ours for key in state)
 
-    It reads no values, which would wait for the device; a loaded state is checked for them, too.
+
+def misfit(
+    weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method[Any], optimizer: str
+) -> str | None:
+    """Return the first thing in a weight's state that a step cannot go on from; None where all is well.
+
+    It reads no values, which would wait for the device.
     """
-    for member, layout in zip(parts, layouts_of(entry, p, parts, method, group), strict=False):
-        reason = misfit(entry, layout, member, optimizer)
-        if reason is None and not _has_clock(member, entry):
-            bound = f"{member.shape.count} integers" if p.ndim == 3 else "an integer"
-            reason = f"step={entry['step' + member.suffix]!r}; must be {bound} of at least -1"
-        if reason is not None:
-            raise ValueError(
-                f"The state of {member.name} (weight {tuple(p.shape)}) has {reason}. Set it back, or remove the state, "
-                "optimizer.state.pop(p), to begin anew."
-            )
+    if begins(state, members, method, weight):
+        foreign = FOREIGN & state.keys()
+        return f"{weight.name} has the state of another algorithm ({min(foreign)})" if foreign else None
+    for member in members:
+        whose = f"{member.name} (weight {tuple(weight.p.shape)})"
+        layout = layout_of_state(member, method, weight.group)
+        for key, (shape, dtype) in layout.items():
+            value = state.get(key)
+            if value is None and key == MASTER + member.suffix:
+                continue  # it starts as the weight
+            if not isinstance(value, Tensor):
+                others = [str(k) for k in state if k not in layout]
+                has = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)} and no tensor {key}"
+                return f"{whose} has {has} where {optimizer} needs {shape}"
+            if value.shape != shape:
+                return f"{whose} has {key} of shape {tuple(value.shape)} where {optimizer} needs {shape}"
+            plain = value.layout == torch.strided and value.device.type != "meta" and not value.is_complex()
+            if not plain or value.is_floating_point() != dtype.is_floating_point:
+                actual = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
+                return f"{whose} has {actual} where {optimizer} needs {dtype} in plain memory"
+        step, stack = state.get("step" + member.suffix), member.p.ndim == 3
+        counts: Any = step.tolist() if isinstance(step, Tensor) and step.ndim == stack else step
+        counts = counts if stack else [counts]
+        right = isinstance(counts, (list, tuple)) and len(counts) == member.shape.count
+        if not right or not all(type(count) is int and count >= -1 for count in counts):
+            bound = f"{member.shape.count} integers" if stack else "an integer"
+            return f"{whose} has step={step!r}; must be {bound} of at least -1"
+    return None
 
 
-def layouts_of(
-    entry: dict[str, Any], p: Tensor, parts: list[Member], method: Method[Any], group: Group
-) -> list[StateLayout]:
-    """Return what every piece of a weight needs, by key; nothing where its state has none of it, and begins."""
-    layouts = [needed(member, method, group) for member in parts]
-    if entry.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + member.suffix for member in parts})):
-        return []
-    for member, layout in zip(parts, layouts, strict=True):
-        if mode_of(group, p.dtype) == MASTER and MASTER + member.suffix in entry:  # else they start as W
-            layout[MASTER + member.suffix] = (layout["M_Q" + member.suffix][0], torch.float32)
-    return layouts
-
-
-def check_split(entry: dict[str, Any], parts: list[Member], name: str, split: Any) -> None:
-    """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
-    held = {key[3:] for key in entry if key == "M_Q" or (key.startswith("M_Q.") and key[4:].isdigit())}
-    if held and held != {member.suffix for member in parts}:
-        raise ValueError(
-            f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
-            "that it was saved with; prokl.param_groups(..., heads=False) keeps queries and keys whole."
-        )
-
-
-def needed(member: Member, method: Method[Any], group: Group) -> StateLayout:
-    """Return shape and dtype of every state tensor that a piece needs, by its key."""
-    leading = (member.shape.count,) if member.p.ndim == 3 else ()
-    layout = layout_of_state(member, method, method.rank(group, member.shape.m, member.shape.n), group)
-    needed = {**{key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}, "skipped": ((), torch.int64)}
-    return {key + member.suffix: value for key, value in needed.items()}
-
-
-def misfit(entry: dict[str, Any], needed: StateLayout, member: Member, optimizer: str) -> str | None:
-    """Return why live or loaded state does not fit a piece, as the text of an error; None if it fits.
-
-    Other keys are a wrapper's, and stay.
-    """
-    for key, (shape, dtype) in needed.items():
-        value = entry.get(key)
-        if not isinstance(value, Tensor) or value.shape != shape:
-            others = [str(k) for k in entry if k not in needed]
-            other = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)} and no tensor {key}"
-            has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else other
-            return f"{has} where {optimizer} needs {shape}"
-        plain = value.layout == torch.strided and value.device.type != "meta" and not value.is_complex()
-        if not plain or value.is_floating_point() != dtype.is_floating_point:
-            actual = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
-            return f"{actual} where {optimizer} needs {dtype} in plain memory"
-    if "lambda_0" + member.suffix in entry.keys() - needed.keys():
-        return f"lambda_0{member.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
-    return None if "step" + member.suffix in entry else f"no step{member.suffix} where {optimizer} needs one"
-
-
-def check_values(entry: dict[str, Any], needed: StateLayout, member: Member) -> None:
-    """Raise ValueError unless a loaded state that fits a piece has values that a step can go on from."""
-    if not _has_clock(member, entry):
-        bound = f"{member.shape.count} integers" if member.p.ndim == 3 else "an integer"
-        raise ValueError(
-            f"The loaded state of {member.name} has step={entry['step' + member.suffix]!r}: must be {bound} of at "
-            "least -1, which is before the first gradient. The file is damaged: load an earlier one."
-        )
-    begun = torch.tensor(clock(member, entry), device="cpu") >= 0
-    for key in needed:
-        value = entry[key][begun.to(entry[key].device)] if member.p.ndim == 3 and entry[key].ndim else entry[key]
-        if not begun.any() or not value.is_floating_point():
-            continue
-        positive = key.startswith(("inv_sqrt", "lambda_0"))
-        if not bool(value.isfinite().all()) or (positive and bool((value < 0).any())):
-            bad = "negative or not finite" if positive else "not finite"
-            raise ValueError(
-                f"The loaded state of {member.name} has {key} with values that are {bad}: the file is damaged, or its "
-                "run had failed. Load an earlier one."
-            )
-
-
-def _has_clock(member: Member, entry: dict[str, Any]) -> bool:
-    step = entry["step" + member.suffix]
-    if isinstance(step, Tensor):
-        step = step.tolist() if step.ndim == (member.p.ndim == 3) else None
-    steps = step if member.p.ndim == 3 else [step]
-    right = isinstance(steps, (list, tuple)) and len(steps) == member.shape.count
-    return right and all(type(count) is int and count >= -1 for count in steps)
+def bad_values(weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method[Any]) -> str | None:
+    """Return which values of a loaded state, that fits, a step cannot go on from; None where it can."""
+    for member in members:
+        begun = torch.tensor(clock(member, state), device="cpu") >= 0
+        for key in layout_of_state(member, method, weight.group).keys() & state.keys() if begun.any() else ():
+            value = state[key]
+            if member.p.ndim == 3 and value.ndim:
+                value = value[begun.to(value.device)]
+            positive = key.startswith(("inv_sqrt", "lambda_0"))
+            if value.is_floating_point() and not (value.isfinite().all() and not (positive and (value < 0).any())):
+                bad = "negative or not finite" if positive else "not finite"
+                return f"{member.name} has {key} with values that are {bad}: the file is damaged, or its run had failed"
+    return None
 
 
 @without_autocast

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import SYNONYMS
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.algorithm.signatures import REMOVED
-from prokl.engine.weights import FLATTENED, named
+from prokl.engine.weights import FLATTENED, Weight, may_move, named, weights_of
+
+ADAMW_GROUP = '{"params": [...], "algorithm": "adamw", "lr": ...}'
+KERNEL_WIDTHS = (3, 5, 7, 9)
+"""Widths of most one-dimensional convolutions. With four times as many channels a stack of experts is unlikely."""
 
 
 def check_no_module(params: Any) -> None:
@@ -28,34 +30,8 @@ def check_no_module(params: Any) -> None:
         )
 
 
-def check_algorithm_named(group: Group) -> None:
-    """Raise ValueError for a group made for another Muon (Jordan's, pytorch_optimizer's), which says ``use_muon``."""
-    if "use_muon" in group and "algorithm" not in group:
-        meant = "matrix" if group["use_muon"] else "adamw"
-        raise ValueError(
-            f"Invalid use_muon={group['use_muon']!r} of a new group: there is no such setting, and all groups would be "
-            f'matrices. Write "algorithm": "{meant}", or use prokl.param_groups(model, lr=..., adamw_lr=...).'
-        )
-
-
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
     """Raise ValueError for a key of a new group that would do nothing: a constructor's own, or a misspelt one.
-
-    Its arguments are those of :func:`misspelt`.
-    """
-    for key in group.keys() - {*settings, *others}:
-        if key == "process_group":
-            raise ValueError(
-                f"Invalid {key}={group[key]!r} of a new group: groups have none. Pass it to the constructor."
-            )
-        if key in REMOVED:
-            raise ValueError(f"Invalid {key}={group[key]!r} of a new group: groups have none; {REMOVED[key]}.")
-    for key, reason in misspelt(group, settings, others):
-        raise ValueError(f"Invalid {key}={group[key]!r} of a new group: {reason}")
-
-
-def misspelt(group: Group, settings: Collection[str], others: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each key of a group that is nearly a setting's, and what to write.
 
     Unknown keys pass unless they look like a misspelling: schedulers, trainers and other optimizers have keys of their
     own. A longer name with a setting's in it, as "max_momentum", is none, nor is one with another number, as "beta1".
@@ -65,23 +41,21 @@ def misspelt(group: Group, settings: Collection[str], others: Collection[str]) -
         settings: of its algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
+    removed = {"process_group": "pass it to the constructor", **REMOVED}
+    if "algorithm" not in group:  # as groups for other Muons, Jordan's and pytorch_optimizer's, are divided
+        removed["use_muon"] = f'write "algorithm": "{"matrix" if group.get("use_muon") else "adamw"}" in their place'
+    stems = {re.sub(r"\d", "", setting) for setting in settings}
     for key in group:
         if key in settings or key in others or not isinstance(key, str):
             continue
-        if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
-            continue
-        spelt = SYNONYMS.get(key, key.lower())
-        for nearest in get_close_matches(spelt, settings, n=1, cutoff=0.8):
-            if f"_{nearest}_" not in f"_{key}_":
-                yield (
-                    key,
-                    f"there is no such setting, and the nearest is {nearest}. Write {nearest!r}, or give a key of your "
-                    "own a name less like it.",
-                )
-
-
-def _without_digits(name: str) -> str:
-    return re.sub(r"\d", "", name)
+        if key in removed:
+            raise ValueError(f"Invalid {key}={group[key]!r} of a new group: groups have none; {removed[key]}.")
+        nearest = get_close_matches(SYNONYMS.get(key, key.lower()), settings, n=1, cutoff=0.8)
+        if nearest and re.sub(r"\d", "", key) not in stems - {key} and f"_{nearest[0]}_" not in f"_{key}_":
+            raise ValueError(
+                f"Invalid {key}={group[key]!r} of a new group: there is no such setting, and the nearest is "
+                f"{nearest[0]}. Write {nearest[0]!r}, or give a key of your own a name less like it."
+            )
 
 
 def check_names(groups: Sequence[Group]) -> None:
@@ -98,63 +72,12 @@ def check_names(groups: Sequence[Group]) -> None:
                 )
 
 
-def check_in_one_group(group: Group, others: Sequence[Group]) -> None:
-    """Raise ValueError for a parameter of a new group that another group has."""
-    places = {p: (i, name) for i, other in enumerate(others) for p, name in named(other, i)}
-    given = group["params"]
-    for entry in [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else ():
-        name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-        if isinstance(p, Tensor) and p in places:
-            i, there = places[p]
-            again = f", where it is {name!r} now" if name not in (None, there) else ""
-            raise ValueError(
-                f"some parameters appear in more than one parameter group: {there}, of shape {tuple(p.shape)}, is in "
-                f"group {i} and in a new one{again}. Leave it out of one of the two."
-            )
-
-
-def check_forms(groups: Sequence[Group], state: Mapping[Any, Any]) -> None:
-    """Raise TypeError where a group's weights, or a weight's state, were replaced by what can be neither."""
-    for i, group in enumerate(groups):
-        weights = group.get("params")
-        if not isinstance(weights, (list, tuple)) or not all(isinstance(p, Tensor) for p in weights):
-            raise TypeError(
-                f"Invalid params={weights!r} of group {i}: must be a list of tensors. Set the weights back, each at "
-                "the place of its name."
-            )
-        for p, name in named(group, i):
-            if not isinstance(entry := state.get(p, {}), dict):
-                raise TypeError(
-                    f"Invalid state of {name}: must be a dict, and is {entry!r}. Remove it, optimizer.state.pop(p), to "
-                    "begin anew."
-                )
-
-
-@contextmanager
-def names_alike() -> Iterator[None]:
-    """Say what to do where PyTorch raises because some weights have names and others have not."""
-    try:
-        yield
-    except ValueError as error:
-        if "with/without names" not in str(error):
-            raise
-        raise ValueError(
-            f"{error}: give all weights as (name, parameter) pairs, or all without names, as "
-            "prokl.param_groups(..., names=False) does."
-        ) from None
-
-
 def check_matrix_parameter(p: Tensor, name: str) -> None:
     """Raise ValueError when the matrix method cannot take ``p``."""
-    remedy = 'put it in a group {"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s'
-    if p.is_complex() or not p.is_floating_point():
-        kind = "complex" if p.is_complex() else "not a floating-point tensor"
-        cure = "optimize its real view" if p.is_complex() else "leave it out of the optimizer"
-        raise ValueError(f"{name} is {kind} (dtype {p.dtype}); the matrix method needs real weights: {cure}.")
+    remedy = f"put it in a group {ADAMW_GROUP} with an lr of AdamW's"
     if p.dtype not in PARAMETER_DTYPES:
-        raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: convert the weight.")
-    if p.layout != torch.strided:
-        raise ValueError(f"{name} has layout {p.layout}; the matrix method needs a dense weight: use p.to_dense().")
+        cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
+        raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
     if p.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model pass "
@@ -162,44 +85,12 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
         )
     if p.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")
-    shape = MatrixShape.of(p)
-    if shape.n == 1:
+    if MatrixShape.of(p).n == 1:
         raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
-
-
-def check_materialised(p: Tensor, name: str) -> None:
-    """Raise ValueError for a weight that has no values yet.
-
-    What replaces one on the meta device is another tensor, never trained; a lazy one has no shape.
-    """
-    if is_lazy(p):
-        raise ValueError(
-            f"{name} has no shape yet; run one forward pass through its lazy module before making the optimizer."
-        )
-    if p.device.type == "meta":
-        raise ValueError(
-            f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
-            "model.to_empty(device=...) or by loading its weights, before making the optimizer."
-        )
-
-
-def check_writable(p: Tensor, name: str) -> None:
-    """Raise ValueError for an expanded weight, which could not be written without a clash."""
-    if p.layout != torch.strided:
-        return
-    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
-        raise ValueError(f"{name} has strides {p.stride()}, so several elements share memory; use p.contiguous().")
 
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are certain to be no wrappers."""
-
-
-def _address(t: Tensor) -> int:
-    try:
-        return t.data_ptr()
-    except RuntimeError:  # of a transform of torch.func
-        return 0
 
 
 def why_not_plain_memory(t: Tensor) -> str | None:
@@ -215,22 +106,34 @@ def why_not_plain_memory(t: Tensor) -> str | None:
         return f"with a {'negation' if t.is_neg() else 'conjugation'} that is still to do"
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"of class {type(t).__name__}, which stands for other tensors"
-    if t.numel() > 0 and _address(t) == 0:
+    try:
+        address = t.data_ptr()
+    except RuntimeError:  # of a transform of torch.func
+        address = 0
+    if t.numel() > 0 and address == 0:
         return "without memory of its own"
     if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
         return f"with several elements in one place of memory (strides {t.stride()})"
     return None
 
 
-def check_in_memory(p: Tensor, name: str) -> None:
-    """Raise ValueError for a matrix weight that is no plain memory, by now: a step would miss it, or go the other way.
+def check_memory(weight: Weight) -> None:
+    """Raise ValueError for a weight that may move and is no plain memory: a step would miss it, or go wrong.
 
-    A DTensor is looked at where its parts are stepped.
+    PyTorch's AdamW knows what to do with wrappers, and a division with DTensors, whose parts it looks at.
     """
-    reason = None if hasattr(p, "device_mesh") else why_not_plain_memory(p)
-    if reason is not None:
-        remedy = "use p.resolve_neg()" if p.is_neg() else "put it into an AdamW group, or make a plain tensor of it"
-        raise ValueError(f"{name} is a tensor {reason}; the matrix method needs plain memory: {remedy}.")
+    p = weight.p
+    if p.device.type == "meta":  # what replaces it is another tensor, never trained
+        raise ValueError(
+            f"{weight.name} is on the meta device, which holds no values; must be on a real one: materialise the "
+            "model, by model.to_empty(device=...) or by loading its weights, before making the optimizer."
+        )
+    wrapped = hasattr(p, "device_mesh") or not (weight.matrix or type(p) in PLAIN)
+    if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
+        raise ValueError(
+            f"{weight.name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "
+            "p.to_dense(), or put a matrix that is none into an AdamW group."
+        )
 
 
 def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
@@ -264,3 +167,52 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
                 f"{name} has a gradient {reason}; the step needs plain memory: make a plain tensor of it, as "
                 "by trigger_wait() or to_local(), before the step."
             )
+
+
+def like_conv1d(groups: Sequence[Group], index: int) -> str | None:
+    """Return what to say of stacks in new groups, from number ``index`` on, that look like weights of a Conv1d."""
+    for weight in weights_of(groups, index):
+        if not weight.matrix or weight.p.ndim != 3 or weight.split is not None or weight.transposed:
+            continue
+        count, rows, width = weight.p.shape
+        if width == 1 or (width in KERNEL_WIDTHS and rows >= 4 * width):
+            return (
+                f"{weight.name} of shape {(count, rows, width)} is read as a stack of {count} matrices of {rows} x "
+                f"{width}. The weight of a Conv1d is no stack: put it, and others like it, into a group {ADAMW_GROUP}, "
+                "as prokl.param_groups does."
+            )
+    return None
+
+
+def without_effect(groups: Sequence[Group], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
+    """Return a warning about arguments other than their defaults that all matrix groups override, or None.
+
+    Args:
+        groups: the optimizer's. given: the constructor's arguments. defaults: what its signature has.
+    """
+    matrices = [group for group in groups if group["algorithm"] == "matrix"]
+    found = {}
+    for key, value in given.items():
+        written = key == "lr" and value is not defaults[key]  # also an equal number; trainers write out the others
+        if matrices and (written or value != defaults[key]) and all(group[key] != value for group in matrices):
+            found[key] = ", ".join(dict.fromkeys(repr(group[key]) for group in matrices))
+    if not found:
+        return None
+    return (
+        f"{', '.join(f'{key}={given[key]!r}' for key in found)} of the constructor reached no group, as all have their "
+        f"own: {', '.join(f'{key}={values}' for key, values in found.items())}. Set it there, as by "
+        "prokl.param_groups(model, lr=..., adamw_lr=...), or leave it out."
+    )
+
+
+def in_float16(groups: Sequence[Group]) -> str | None:
+    """Return a warning about weights in float16, in which the smallest normal number is 6e-5, or None."""
+    trained = [(p, name) for i, group in enumerate(groups) for p, name in named(group, i) if p.requires_grad]
+    half = [name for p, name in trained if p.dtype == torch.float16]
+    if not half:
+        return None
+    return (
+        f"{len(half)} of {len(trained)} weights that train are float16, {half[0]} among them: small gradients vanish "
+        "there, AdamW's eps of 1e-8 is 0, and weights become NaN: use bfloat16 or float32 weights, of which "
+        "torch.autocast computes in float16."
+    )

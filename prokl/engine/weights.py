@@ -5,7 +5,7 @@ A group's ``transposed`` and ``split`` are one value for all of its weights, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import MatrixShape, Split, compute_dtype
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
@@ -23,6 +24,17 @@ FLATTENED = (
     "If a trainer has flattened matrices into one vector, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), "
     "or DDP with process_group=."
 )
+
+
+def plain_group(group: Group, settings: Collection[str]) -> Group:
+    """Return a group with its settings as :func:`plain` has them, and lists of one value a weight as lists."""
+    found = {key: plain(value) if key in settings else value for key, value in group.items()}
+    if "adjust_lr_fn" in settings and found.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
+        found["adjust_lr_fn"] = "original"
+    for key in DEFAULTS:
+        if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple):
+            found[key] = list(found[key])
+    return found
 
 
 def may_move(p: Tensor) -> bool:
@@ -93,23 +105,16 @@ class Weight:
     def making(self, fixed: Sequence[str]) -> dict[str, Any]:
         """Return what its state would be made with now; ``fixed`` are settings of the method."""
         settings = {key: self.group[key] for key in fixed}
-        return {**settings, "transposed": self.transposed, "split": self.split, "shape": self.p.shape}
+        return {**settings, "transposed": self.transposed, "split": self.split, "shape": tuple(self.p.shape)}
 
     def check_as_made(self, fixed: Sequence[str]) -> None:
         """Raise ValueError where something is not as its state was made with."""
         for key, value in self.making(fixed).items():
-            old = value if self.made_with is None else self.made_with[key]
-            if value == old:
-                continue
-            if key == "shape":
+            if self.made_with is not None and value != self.made_with[key]:
                 raise ValueError(
-                    f"{self.name} has shape {tuple(value)}, and its state was made with {tuple(old)}: set it back, or "
-                    "remove its state, optimizer.state.pop(p), to begin anew."
+                    f"Invalid {key}={value!r}: the state of {self.name} was made with {key}={self.made_with[key]!r}. "
+                    "Set it back, or remove the state, optimizer.state.pop(p), to begin anew."
                 )
-            raise ValueError(
-                f"Invalid {key}={value!r}: the state of {self.name} was made with {key}={old!r} and depends on it. Set "
-                "it back, or start a new optimizer."
-            )
 
 
 def weights_of(groups: Sequence[Group], index: int = 0) -> Iterator[Weight]:
@@ -165,7 +170,7 @@ def check_reading(weight: Weight) -> None:
         raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")
 
 
-def clock(member: Member, state: dict[str, Any]) -> list[int]:
+def clock(member: Member, state: Mapping[str, Any]) -> list[int]:
     """Return the ``step`` of every matrix of a member; -1 before its initialising gradient."""
     steps = state.get("step" + member.suffix, -1)
     if isinstance(steps, int):
@@ -200,30 +205,34 @@ def state_dtype(group: Group, p: Tensor) -> torch.dtype:
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def layout_of_state(member: Member, method: Method[Any], rank: int, group: Group) -> StateLayout:
+def layout_of_matrix(member: Member, method: Method[Any], group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor of one matrix of a member."""
     stored, arithmetic = state_dtype(group, member.p), compute_dtype(member.p.dtype, state_dtype(group, member.p))
-    shapes = method.state_shapes(member.shape.m, member.shape.n, rank, group)
+    m, n = member.shape.m, member.shape.n
+    shapes = method.state_shapes(m, n, method.rank(group, m, n), group)
     dtypes = dict.fromkeys(SCALARS, arithmetic) | dict.fromkeys(BASES, torch.promote_types(stored, torch.float32))
     return {key: (shape, dtypes.get(key, stored)) for key, shape in shapes.items()}
 
 
-def blank_state(member: Member, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:
-    """Return the state of a member that has had no gradient: what a bucket would hold of it, and has not to yet."""
-    leading, device = (member.shape.count,) if member.p.ndim == 3 else (), member.p.device
-    state: dict[str, Any] = {"step": stored_clock(member.p, [-1] * member.shape.count)}
-    state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
-    for key, (shape, dtype) in layout_of_state(member, method, rank, group).items():
-        state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
-    if mode_of(group, member.p.dtype) == MASTER:  # zeros: where a master is not its weight's rounding the weight counts
-        shape = (*leading, member.shape.m, member.shape.n)
-        state[MASTER] = torch.zeros(shape, dtype=torch.float32, device=device)
-    return {key + member.suffix: value for key, value in state.items()}
+def layout_of_state(member: Member, method: Method[Any], group: Group) -> StateLayout:
+    """Return shape and dtype of every state tensor of a member, by its key there; "step" aside."""
+    layout = layout_of_matrix(member, method, group)
+    if mode_of(group, member.p.dtype) == MASTER:
+        layout[MASTER] = (layout["M_Q"][0], torch.float32)
+    leading = (member.shape.count,) if member.p.ndim == 3 else ()
+    layout = {key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}
+    return {key + member.suffix: value for key, value in {**layout, "skipped": ((), torch.int64)}.items()}
 
 
-def _share(left: int, fit: int) -> int:
-    """Return the size of the first of as few equal parts of ``left`` matrices as have at most ``fit``."""
-    return -(-left // -(-left // fit))
+def blank_state(member: Member, method: Method[Any], group: Group) -> dict[str, Any]:
+    """Return the state of a member that has had no gradient: what a bucket would hold of it, and has not to yet.
+
+    A master of zeros starts as its weight: where it is not its weight's rounding the weight counts.
+    """
+    blank: dict[str, Any] = {"step" + member.suffix: stored_clock(member.p, [-1] * member.shape.count)}
+    for key, (shape, dtype) in layout_of_state(member, method, group).items():
+        blank[key] = torch.zeros(shape, dtype=dtype, device=member.p.device)
+    return blank
 
 
 def runs(members: Sequence[Member], each: int, most: int) -> list[list[Member]]:
@@ -235,12 +244,12 @@ def runs(members: Sequence[Member], each: int, most: int) -> list[list[Member]]:
         most: bytes that a run's step may take.
     """
     left, fit = sum(member.shape.count for member in members), max(1, most // each)
-    result: list[list[Member]] = [[]]
-    count, share = 0, _share(left, fit)
+    result: list[list[Member]] = []
+    count, share = 0, 0
     for member in members:
-        if result[-1] and count + member.shape.count > share:
+        if not result or count + member.shape.count > share:
             result.append([])
-            count, share = 0, _share(left, fit)
+            count, share = 0, -(-left // -(-left // fit))  # the first of as few equal parts as have at most ``fit``
         result[-1].append(member)
         count += member.shape.count
         left -= member.shape.count

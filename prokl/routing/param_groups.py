@@ -120,7 +120,7 @@ def param_groups(
             by patterns, as in ``{"*.query.weight": 12}``, beside what modules say. A fused weight has so many heads of
             queries (of keys, where it makes none), any other weight so many pieces; 1 leaves a weight as it is.
         names: False for groups of bare parameters, for code that adds groups without names or divides them
-            (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``, Lightning's ``BackboneFinetuning``).
+            (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``).
             What is frozen is left out of them, as such code adds what it unfreezes.
 
     Returns:
