@@ -62,47 +62,6 @@ def test_what_had_to_be_copied_is_not_followed():
         assert not addresses.follow(tensors, "form")
 
 
-@pytest.mark.parametrize(
-    "change, counts, message",
-    [
-        (lambda t: t, [1, 3], r"^counts=\[1, 3\]: must be one for each of the 3 matrices"),
-        (lambda t: t, [1, 3, 2], r"add up to 5\.$"),
-        (lambda t: [t[0][0], *t[1:]], [1, 3, 1], r"^matrices\[0\] has shape \(3, 5\); must be \(1, m, n\)"),
-        (lambda t: t, [2, 2, 1], r"^matrices\[0\] has shape \(1, 3, 5\); must be \(2, m, n\)"),
-        (lambda t: [t[0].to("meta"), *t[1:]], [1, 3, 1], r"^matrices\[0\] is on meta; must be on"),
-    ],
-)
-def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, counts, message):
-    matrices = [torch.zeros(1, 3, 5, device=DEVICE), torch.zeros(3, 3, 5, device=DEVICE), None]
-    addresses = PointerTable(5, DEVICE)
-    addresses.update(matrices, [1, 3, 1])
-    with pytest.raises(ValueError, match=message):
-        addresses.update(change(matrices), counts)
-    assert torch.equal(addresses.table.cpu(), expected(matrices, [1, 3, 1]))
-
-
-def test_a_capture_refuses_a_change_and_the_next_call_takes_it(monkeypatch):
-    class OnGPU:  # the table of a GPU, as far as update() looks before it refuses
-        device = torch.device("cuda:0")
-        shape = (3, 1)
-
-        def copy_(self, source, non_blocking):
-            raise AssertionError("written during capture")
-
-    addresses = PointerTable(1, "cpu")
-    table, t = addresses.table, torch.zeros(1, 3, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(addresses, "table", OnGPU())
-        addresses.update([None], [1])  # changes nothing
-        patch.setattr(addresses, "_rows", lambda matrices, counts: [[t.data_ptr()], [5], [1]])
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"call update\(\) before capturing"):
-                addresses.update([t], [1])
-    addresses.update([t], [1])
-    assert torch.equal(table, expected([t], [1]))
-
-
 def test_rates_are_written_on_change_or_read_on_the_device(monkeypatch):
     """Tensors in float32 on a CPU stand for those on the device."""
     on_device = lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32  # noqa: E731

@@ -140,7 +140,8 @@ def applied(io, mode, seed=0):
     X = torch.randn(4, 37, 70, generator=g).to(DEVICE) * 0.1
     X[0, 0, :2] = torch.tensor([1e36, -1e36])
     for t in range(3):
-        rounding.locate([t] * 4)
+        if rounding.keys is not None:
+            rounding.locate([t] * 4)
         # 1 - lr weight_decay has 9 bits and a bfloat16 weight 8: products are exact, and to fuse them changes no bit.
         own.locate([Rates(2**-6, 2**-3, range(3))])
         own.apply(Direction(X), range(4), torch.tensor([True, True, True, False], device=DEVICE))

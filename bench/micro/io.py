@@ -13,7 +13,7 @@ from bench.micro.case import Bind, Case, Draw, Dtypes, Inputs, Sizes, tensors
 from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
-from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot, TorchIO
+from prokl.backends.io import Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
@@ -43,7 +43,7 @@ def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, 
     return inputs
 
 
-def io(i: Inputs, ops: Algebra, mode: str = "plain") -> BucketIO:
+def io(i: Inputs, ops: Algebra, mode: str = "plain") -> TorchIO:
     """Return a bucket's I/O on these weights, which are their own gradients; ``mode`` rounds bfloat16 ones."""
     parameters = [torch.nn.Parameter(W, requires_grad=False) for W in i["weights"]]
     for p, W in zip(parameters, i["weights"], strict=True):
@@ -53,7 +53,7 @@ def io(i: Inputs, ops: Algebra, mode: str = "plain") -> BucketIO:
     layout = Layout(len(members), *W.shape, compute_dtype(W.dtype), W.dtype, W.device)
     mode = mode_of({"bf16_weights": mode}, W.dtype)
     rounding = Rounding(mode, ["weight"] * len(members), [member.weight() for member in members])
-    found: BucketIO = TorchIO(members, layout, rounding)
+    found = TorchIO(members, layout, rounding)
     if ops.name == "triton":
         found = TritonIO(members, layout, rounding, getattr(ops, "pairs", False))
     found.locate([Rates(LR, WEIGHT_DECAY, range(len(members)))])

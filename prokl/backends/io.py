@@ -1,4 +1,4 @@
-"""Reading the gradients of a bucket and writing its weights: the interface, and PyTorch's form.
+"""Reading the gradients of a bucket and writing its weights, in PyTorch; a backend of kernels overrides it.
 
 A member of a bucket is a view: some matrices of a parameter, oriented. A step reads gradients and writes weights
 through its members alone.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,25 +66,22 @@ class Member:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes and dtypes of one bucket."""
+    """Sizes of one bucket, B as ``count``, and the dtypes of its arithmetic and its weights."""
 
     count: int
-    """B."""
     m: int
     n: int
     dtype: torch.dtype
-    """Arithmetic dtype."""
     weight_dtype: torch.dtype
     device: torch.device
 
 
 class Rates(NamedTuple):
-    """lr and weight decay of members that follow each other."""
+    """lr and weight decay of members that follow each other, by their numbers."""
 
     lr: float | Tensor
     weight_decay: float
     members: range
-    """Their numbers."""
 
 
 class Gathered(NamedTuple):
@@ -127,58 +124,12 @@ def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tens
         owner: (B,) int64, the member of each matrix; None where each member is one matrix.
         skipped: (members,) int64; goes up by one where a member's gradient is not finite.
     """
-    finite = good = in_float32(sq_norm)
+    finite = good = sq_norm <= torch.finfo(torch.float32).max  # NaN is not
     if owner is not None:
         good = torch.zeros_like(skipped).index_add_(0, owner, (~finite).long()) == 0
         finite = good[owner]
     skipped += ~good
     return finite, finite & (sq_norm > 0)
-
-
-class BucketIO(Protocol):
-    """Gathers the gradients of one bucket and writes its weights.
-
-    :meth:`locate` is the host's, before a step or a replay; :meth:`gather` and :meth:`apply` are the device's, and
-    where ``capturable`` they do the same whatever lies where, so that a CUDA graph can repeat them.
-    """
-
-    @property
-    def capturable(self) -> bool:
-        """True if a graph that captured :meth:`gather` and :meth:`apply` follows what :meth:`locate` finds next."""
-        ...
-
-    def locate(self, rates: Sequence[Rates]) -> None:
-        """Take down where gradients and weights lie, and this step's rates; nothing waits for the device."""
-        ...
-
-    def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Read the gradients, and tell which are finite and which are zero.
-
-        Args:
-            negate: whether to change their sign, to ascend.
-            skipped: (members,) int64; counts those that are not finite.
-        """
-        ...
-
-    def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
-        """Do W <- (1 - lr weight_decay) W - lr D where active; where W is narrower than D it is rounded once.
-
-        lr and weight decay are each member's own.
-
-        Args:
-            direction: factors of D; says whether the decay comes after the step, and whether it is cautious.
-            moving: rows that move, as far as the host knows; members without any are not touched from the host.
-            active: (B,) bool, or None when all move.
-        """
-        ...
-
-    def store(self, slots: Sequence[Slot]) -> None:
-        """Do to <- value where the masks are True, in the dtype of ``to``; no ``to`` is memory of another slot."""
-        ...
-
-    def release(self) -> None:
-        """Keep no gradient alive until the next step."""
-        ...
 
 
 def _fill(into: Tensor, values: Tensor) -> Tensor:
@@ -206,21 +157,33 @@ def _decay(W: Tensor, D: Tensor, kept: float | Tensor, cautious: bool) -> None:
 
 
 class TorchIO:
-    """Reads and writes one parameter after another with PyTorch."""
+    """Gathers the gradients of one bucket and writes its weights, one parameter after another.
 
-    capturable = False
+    :meth:`locate` is the host's, before a step or a replay; :meth:`gather` and :meth:`apply` are the device's, and
+    where ``capturable`` they do the same whatever lies where, so that a CUDA graph can repeat them.
+    """
 
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
         self.members, self.layout, self.rounding = members, layout, rounding
         owners = [i for i, member in enumerate(members) for _ in member.rows]
         self.owner = torch.tensor(owners, device=layout.device) if len(owners) > len(members) else None
 
+    @property
+    def capturable(self) -> bool:
+        """True if a graph that captured :meth:`gather` and :meth:`apply` follows what :meth:`locate` finds next."""
+        return False
+
     def locate(self, rates: Sequence[Rates]) -> None:
-        """Take lr and weight decay."""
-        self.rates = [group_rates for group_rates in rates for _ in group_rates.members]
+        """Take down where gradients and weights lie, and this step's rates; nothing waits for the device."""
+        self.rates = rates
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Copy the gradients in the arithmetic dtype; tell which are finite and which are zero."""
+        """Read the gradients, and tell which are finite and which are zero.
+
+        Args:
+            negate: whether to change their sign, to ascend.
+            skipped: (members,) int64; counts those that are not finite.
+        """
         a = self.layout
         G = torch.empty((a.count, a.m, a.n), dtype=a.dtype, device=a.device)
         for member in self.members:
@@ -235,35 +198,44 @@ class TorchIO:
         return Gathered(G, *usable(sq_norm, self.owner, skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
-        """Decay and step one parameter after another, in place where no rounding or mask comes after."""
+        """Do W <- (1 - lr weight_decay) W - lr D where active; where W is narrower than D it is rounded once.
+
+        lr and weight decay are each member's own. It is done in place where no rounding or mask comes after.
+
+        Args:
+            direction: factors of D; says whether the decay comes after the step, and whether it is cautious.
+            moving: rows that move, as far as the host knows; members without any are not touched from the host.
+            active: (B,) bool, or None when all move.
+        """
         D = direction.dense()
         moved = set(moving)
-        for member, (lr, weight_decay, _) in zip(self.members, self.rates, strict=True):
-            if moved.isdisjoint(member.rows):
-                continue
-            W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
-            delta, moves = D[rows], None if active is None else active[rows]
-            if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
-                delta = _fill(torch.empty_like(W, dtype=D.dtype), delta)
-            in_place = moves is None and W.dtype == D.dtype
-            new = W if in_place else self.rounding.exact(W, rows).to(D.dtype, copy=True)
-            kept = None if weight_decay == 0 else 1 - lr * weight_decay
-            if kept is not None and not direction.decay_after:
-                _decay(new, delta, kept, direction.cautious_decay)
-            if isinstance(lr, Tensor) or lr > torch.finfo(new.dtype).max:  # alpha takes neither
-                new.sub_(lr * delta)
-            else:
-                new.sub_(delta, alpha=lr)
-            if kept is not None and direction.decay_after:
-                _decay(new, delta, kept, direction.cautious_decay)
-            if not in_place:
-                self.rounding.write(W, new, rows, moves)
-            if member.is_copy(W):
-                member.write(W)
+        for lr, weight_decay, numbers in self.rates:
+            for member in self.members[numbers.start : numbers.stop]:
+                if moved.isdisjoint(member.rows):
+                    continue
+                W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
+                delta, moves = D[rows], None if active is None else active[rows]
+                if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
+                    delta = _fill(torch.empty_like(W, dtype=D.dtype), delta)
+                in_place = moves is None and W.dtype == D.dtype
+                new = W if in_place else self.rounding.exact(W, rows).to(D.dtype, copy=True)
+                kept = None if weight_decay == 0 else 1 - lr * weight_decay
+                if kept is not None and not direction.decay_after:
+                    _decay(new, delta, kept, direction.cautious_decay)
+                if isinstance(lr, Tensor) or lr > torch.finfo(new.dtype).max:  # alpha takes neither
+                    new.sub_(lr * delta)
+                else:
+                    new.sub_(delta, alpha=lr)
+                if kept is not None and direction.decay_after:
+                    _decay(new, delta, kept, direction.cautious_decay)
+                if not in_place:
+                    self.rounding.write(W, new, rows, moves)
+                if member.is_copy(W):
+                    member.write(W)
 
     @staticmethod
     def store(slots: Sequence[Slot]) -> None:
-        """Write one tensor after another."""
+        """Do to <- value where the masks are True, in the dtype of ``to``; no ``to`` is memory of another slot."""
         for to, value, masks in slots:
             if masks:
                 mask = reduce(torch.logical_and, masks).reshape(-1, *[1] * (to.ndim - 1))
@@ -272,4 +244,4 @@ class TorchIO:
                 to.copy_(value)
 
     def release(self) -> None:
-        """Do nothing: no gradient is kept."""
+        """Keep no gradient alive until the next step."""

@@ -47,16 +47,13 @@ class PointerTable:
 
         Returns:
             False where the forms are others, or a matrix was a copy: nothing is done, and it takes an update.
-
-        Raises:
-            RuntimeError: the table would change during the capture of a CUDA graph.
         """
         if self._forms is None or forms != self._forms:
             return False
         starts = [t.data_ptr() for t in tensors]
         if starts != self._starts:
             pointers = [starts[i] + offset for i, offset in self._within]
-            self._write(self.table[0], pointers)
+            _send(self.table[0], pointers)
             self._held, self._starts = [pointers, *self._held[1:]], starts
         return True
 
@@ -74,54 +71,29 @@ class PointerTable:
             counts: c of every parameter, also of an absent one.
             tensors: what each of them lies in, or was copied from, for :meth:`follow`; none where one is absent.
             forms: all that such a view depends on but the address, of all tensors.
-
-        Raises:
-            ValueError: counts that do not add up to B or to their matrices, or a matrix on another device.
-            RuntimeError: the table would change during the capture of a CUDA graph.
         """
         self._forms = None
-        rows = self._rows(matrices, counts)
-        if rows != self._held:
-            self._write(self.table, rows)
-            self._held = rows
-        if tensors and all(map(_lies_in, matrices, tensors)):
-            self._forms, self._starts = forms, [t.data_ptr() for t in tensors]
-            owners = [i for i, count in enumerate(counts) for _ in range(count)]
-            self._within = [(i, address - self._starts[i]) for i, address in zip(owners, rows[0], strict=True)]
-
-    def _rows(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> list[list[int]]:
-        """Return the table as lists."""
-        total = self.table.shape[1]
-        if len(counts) != len(matrices) or sum(counts) != total:
-            raise ValueError(
-                f"counts={list(counts)}: must be one for each of the {len(matrices)} matrices and add up to {total}."
-            )
         pointers: list[int] = []
         row_strides: list[int] = []
         column_strides: list[int] = []
-        for i, (t, count) in enumerate(zip(matrices, counts, strict=True)):
+        for t, count in zip(matrices, counts, strict=True):
             # Plain memory in one dtype: the optimizer has checked it, and Member.gradient makes it so.
-            if t is None:
-                pointer = step = row = column = 0
-            elif t.ndim != 3 or t.shape[0] != count:
-                raise ValueError(f"matrices[{i}] has shape {tuple(t.shape)}; must be ({count}, m, n).")
-            elif t.device != self.table.device:
-                raise ValueError(f"matrices[{i}] is on {t.device}; must be on {self.table.device} as the table is.")
-            else:
+            pointer = step = row = column = 0
+            if t is not None:
+                assert t.ndim == 3 and len(t) == count and t.device == self.table.device
                 pointer, (step, row, column) = t.data_ptr(), t.stride()
                 step *= t.element_size()
             pointers.extend(pointer + step * c for c in range(count))
             row_strides.extend([row] * count)
             column_strides.extend([column] * count)
-        return [pointers, row_strides, column_strides]
-
-    def _write(self, to: Tensor, rows: list[Any]) -> None:
-        if to.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "The addresses of a bucket changed during the capture of a CUDA graph, which would replay the old "
-                "ones: call update() before capturing."
-            )
-        _send(to, rows)
+        rows = [pointers, row_strides, column_strides]
+        if rows != self._held:
+            _send(self.table, rows)
+            self._held = rows
+        if tensors and all(map(_lies_in, matrices, tensors)):
+            self._forms, self._starts = forms, [t.data_ptr() for t in tensors]
+            owners = [i for i, count in enumerate(counts) for _ in range(count)]
+            self._within = [(i, address - self._starts[i]) for i, address in zip(owners, pointers, strict=True)]
 
 
 ON_DEVICE = -1.0

@@ -91,12 +91,12 @@ class Rounding:
     def locate(self, steps: Sequence[int]) -> None:
         """Write the keys of the next step, ``steps`` (B) of each matrix being behind it; nothing waits for the device.
 
-        They stay the same tensor, so that a CUDA graph follows them.
+        There have to be keys. They stay the same tensor, so that a CUDA graph follows them.
         """
-        if self.keys is not None:
-            now = self._start + torch.tensor(steps, device="cpu") * GOLDEN
-            cuda = self.keys.is_cuda
-            self.keys.copy_(now.pin_memory() if cuda else now, non_blocking=cuda)
+        assert self.keys is not None
+        now = self._start + torch.tensor(steps, device="cpu") * GOLDEN
+        cuda = self.keys.is_cuda
+        self.keys.copy_(now.pin_memory() if cuda else now, non_blocking=cuda)
 
     def exact(self, W: Tensor, rows: slice) -> Tensor:
         """Return a member's weight W (c,m,n) as a step begins from it: as its master has it, in the master's dtype.

@@ -16,7 +16,7 @@ from prokl.algorithm.settings import BACKENDS
 from prokl.algorithm.shapes import widest
 from prokl.backends import extension, torch_pairs
 from prokl.backends.device import gpu_unsupported_reason, is_host_readable, rounds_float32
-from prokl.backends.io import BucketIO, Layout, Member, TorchIO
+from prokl.backends.io import Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding
 
 
@@ -27,7 +27,7 @@ class Backend:
     name: str
     ops: Algebra
     """The operations of its steps."""
-    io: Callable[[Sequence[Member], Layout, Rounding], BucketIO]
+    io: Callable[[Sequence[Member], Layout, Rounding], TorchIO]
     host_readable: bool
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
     graphs: bool

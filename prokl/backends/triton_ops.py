@@ -21,7 +21,7 @@ from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
 from prokl.backends.device import SecondStream
-from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
+from prokl.backends.io import Gathered, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels import turn
@@ -209,7 +209,7 @@ class TritonAlgebra(Algebra):
         return cuda_qr.coordinates_qr(self, S, Q).Q if self.use_cuda_qr else super().coordinates_qr(S, Q)
 
 
-class TritonIO:
+class TritonIO(TorchIO):
     """Reads gradients and writes weights in one launch each, through device tables of where they lie.
 
     The tables, of lr and weight decay too, are tensors that stay where they are, so that a captured CUDA graph follows

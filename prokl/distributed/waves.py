@@ -140,8 +140,8 @@ def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Se
         by_wave.setdefault(met.pop() if met else None, []).append((bucket, plan))
     if waves:
         waves[0].start_gather()
-    engine.step_adamw()  # while the first gradients come
-    messages = engine.warnings()
+    engine.adamw.step(engine.state)  # while the first gradients come
+    messages, engine.messages = engine.messages, []
     adamw.start_return()
     for bucket, plan in by_wave.get(None, []):  # what is stepped by every rank
         messages += engine.advance(bucket, plan)

@@ -25,9 +25,10 @@ MOMENTS, MAXIMUM = ("exp_avg", "exp_avg_sq"), "max_exp_avg_sq"
 
 
 class AdamWGroups:
-    """An AdamW whose groups and state are lent to it at every step.
+    """An AdamW whose groups and state are lent to it.
 
     Attributes:
+        groups: those that it steps.
         skipped: gradients of each weight that were not finite, where they were looked for; float32 tensors () beside a
             CPU. apart: whether fused kernels beside a CPU skip each weight by itself, a launch for each. Ranks need
             that: a weight of which others have copies must not stay for a gradient that is on one of them alone.
@@ -35,6 +36,7 @@ class AdamWGroups:
 
     def __init__(self) -> None:
         self._adamw = AdamW([{"params": []}])
+        self.groups: list[Group] = []
         self.skipped: dict[Tensor, int | Tensor] = {}
         self.apart = False
 
@@ -44,26 +46,33 @@ class AdamWGroups:
         del defaults["lr"]
         return defaults
 
-    def step(self, groups: list[Group], state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step ``groups``, whose weights have all begun. Gradients that are not finite are taken away meanwhile.
+    def step(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Step the groups, whose weights have all begun. Gradients that are not finite are taken away meanwhile.
 
-        On a CPU, where reading one waits for nothing, and with fused kernels, which are told on the device.
+        On a CPU, where reading one waits for nothing, and with fused kernels, which are told on the device. PyTorch's
+        other implementations take no such thing.
         """
         self._adamw.state = state  # type: ignore[assignment]
-        weights = [p for group in groups for p in group["params"]]
-        self.skipped = {p: self.skipped[p] for p in weights if p in self.skipped}  # keeps no weight that has left
         aside: list[tuple[Tensor, Tensor]] = []
-        for p in weights:
-            if (g := p.grad) is None or not is_host_readable(g.device):
-                continue
-            # Any entry shows in the sum. A finite one that overflows it would make exp_avg_sq infinite for good.
-            if not bool(g.sum(dtype=torch.promote_types(g.dtype, torch.float32)).isfinite()):
-                aside.append((p, g))
-                self.skipped[p] = self.skipped.get(p, 0) + 1
-                p.grad = None
-        found = self._look(groups)
+        unread: dict[torch.device, list[Tensor]] = {}
+        before, self.skipped = self.skipped, {}  # which keeps no weight that has left
+        for group in self.groups:
+            for p in group["params"]:
+                if p in before:
+                    self.skipped[p] = before[p]
+                if (g := p.grad) is None:
+                    continue
+                if not is_host_readable(g.device):
+                    if group["fused"] and p.numel():
+                        unread.setdefault(p.device, []).append(p)
+                # Any entry shows in the sum. A finite one that overflows it would make exp_avg_sq infinite for good.
+                elif not bool(g.sum(dtype=torch.promote_types(g.dtype, torch.float32)).isfinite()):
+                    aside.append((p, g))
+                    self.skipped[p] = self.skipped.get(p, 0) + 1
+                    p.grad = None
+        found = self.look(unread) if unread else {}
         try:
-            for group in groups:
+            for group in self.groups:
                 parts: dict[Tensor | None, list[Tensor]] = {}
                 for p in group["params"]:
                     parts.setdefault(found.get(p), []).append(p)
@@ -72,22 +81,16 @@ class AdamWGroups:
                     self._adamw.param_groups = [{**group, "params": part}]
                     inspect.unwrap(AdamW.step)(self._adamw)  # the step hooks have fired for this step already
         finally:
-            self._adamw.param_groups, self._adamw.found_inf = groups, None  # type: ignore[attr-defined]
+            self._adamw.param_groups, self._adamw.found_inf = self.groups, None  # type: ignore[attr-defined]
             for p, g in aside:
                 p.grad = g
 
-    def _look(self, groups: list[Group]) -> dict[Tensor, Tensor]:
+    def look(self, devices: dict[torch.device, list[Tensor]]) -> dict[Tensor, Tensor]:
         """Return by weight what tells PyTorch's fused kernels to leave it: float32 (), 1 for a gradient not finite.
 
-        Beside a CPU, and without a wait: nothing is read. Weights of a device share it, unless they are ``apart``.
-        PyTorch's other implementations take no such thing.
+        Without a wait: nothing is read. Weights of a device share it, unless they are ``apart``.
         """
         found: dict[Tensor, Tensor] = {}
-        devices: dict[torch.device, list[Tensor]] = {}
-        for group in groups:
-            for p in group["params"] if group["fused"] else ():
-                if p.grad is not None and p.numel() and not is_host_readable(p.device):
-                    devices.setdefault(p.device, []).append(p)
         for device, weights in devices.items():
             gradients = [p.grad for p in weights if p.grad is not None]
             largest = torch._foreach_norm(gradients, math.inf)  # which nothing finite overflows

@@ -32,7 +32,7 @@ from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.algorithm.types import Factor, State
 from prokl.backends.device import on_device, without_autocast, workspace
-from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
+from prokl.backends.io import Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
 from prokl.engine.weights import Weight, clock, layout_of_matrix, state_dtype, stored_clock
@@ -138,9 +138,9 @@ class Bucket:
             self.stacks[MASTER] = self.rounding.master
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self.backend: Backend | None = None
-        self.io: BucketIO
+        self.io: TorchIO
         self._asked: tuple[str | None, str | None] = None, None
-        self._left: list[int] | None = None  # versions of stacks that steps can go on from
+        self._left: int | None = None  # writes into the stacks, as of which steps can go on
         self._messages: list[str] = []
         self.follow(weights)
         self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
@@ -216,8 +216,11 @@ class Bucket:
 
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
-        has_grad = tuple([p.grad is not None for p in self._parameters])
-        if self._versions() != self._left:
+        present = []
+        for p in self._parameters:
+            present.append(p.grad is not None)
+        has_grad = tuple(present)
+        if self._writes() != self._left:
             self._begin_what_was_zeroed()
         if not any(has_grad):
             return None
@@ -229,7 +232,8 @@ class Bucket:
             stepping = tuple(b for b in rows if steps[b] >= 0)
             refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
             plan = Plan(has_grad, tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
-        self.rounding.locate(steps)
+        if self.rounding.keys is not None:
+            self.rounding.locate(steps)
         self._rates = []
         for group, members in self._groups:
             lr, decay = group["lr"], plain(group["weight_decay"])
@@ -251,14 +255,14 @@ class Bucket:
         # The paper's form moves on without gradient.
         may_step = finite if self.group["clip_threshold"] is None else usable
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        may_step_on_host = None
+        moving, unknown = plan.stepping, True
         if self.backend.host_readable or plan.initialising:
-            may_step_on_host, begins = torch.stack([may_step, usable]).tolist()
-            if rows := [b for b in plan.initialising if begins[b]]:
+            moves, begins = torch.stack([may_step, usable]).tolist()
+            moving, unknown = moving if all(moves) else tuple([b for b in moving if moves[b]]), False
+            if plan.initialising and (rows := [b for b in plan.initialising if begins[b]]):
                 self._initialise(rows, gathered.whole())
-        moving = tuple(b for b in plan.stepping if may_step_on_host is None or may_step_on_host[b])
         if moving:
-            self._step(G, moving, may_step if may_step_on_host is None else None, self.backend)
+            self._step(G, moving, may_step if unknown else None, self.backend)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
             self._refresh(plan.refreshing, finite, self.backend)
         return moving
@@ -270,7 +274,7 @@ class Bucket:
             Warnings about state that begins anew, and weights that never move.
         """
         self.io.release()
-        self._left, rows, written = self._versions(), set(moved), []
+        self._left, rows, written = self._writes(), set(moved), []
         messages, self._messages = self._messages, []
         for i, member in enumerate(self.members):
             if moves := not rows.isdisjoint(member.rows):
@@ -290,16 +294,19 @@ class Bucket:
         self._write_clocks()
         return messages
 
-    def _versions(self) -> list[int]:
-        """Return PyTorch's counts of writes into the stacks, by steps and by whoever has a view of them."""
-        return [0 if stack.is_inference() else stack._version for stack in self.stacks.values()]
+    def _writes(self) -> int:
+        """Return PyTorch's count of writes into the stacks, by steps and by whoever has a view of them."""
+        count = 0
+        for stack in self.stacks.values():
+            count += 0 if stack.is_inference() else stack._version
+        return count
 
     def _begin_what_was_zeroed(self) -> None:
         """Let matrices begin anew whose state was written since the last step, and no step can go on from.
 
         This reads the device, once after the state was changed or replaced by hand.
         """
-        self._left, steps = self._versions(), self.steps
+        self._left, steps = self._writes(), self.steps
         if max(steps) < 0:
             return
         state = {key: stack for key, stack in self.stacks.items() if key not in (MASTER, "clipped")}
@@ -356,7 +363,8 @@ class Bucket:
 
     def _arithmetic(self) -> State:
         """Return the state without masters in the arithmetic dtype, M_Q as it is kept: its passes convert it."""
-        state = {key: stack for key, stack in self.stacks.items() if key != MASTER}
+        state = dict(self.stacks)
+        state.pop(MASTER, None)
         if self._converted:
             fresh = {key: torch.empty_like(state[key], dtype=self.dtype) for key in self._converted}
             self.io.store([Slot(value, state[key]) for key, value in fresh.items()])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import is_, itemgetter
 from typing import Any
 
@@ -70,6 +70,7 @@ class Engine:
     Attributes:
         groups, state: as an optimizer has them, or a division of its stand-ins; whoever owns the engine sets both.
         weights: those of the groups, and others that have state, by parameter.
+        messages: what was found to warn of since they were last taken.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
 
@@ -87,7 +88,7 @@ class Engine:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.first: dict[Tensor, int] = {}
         self.adamw, self.graphs = AdamWGroups(), Graphs()
-        self._messages: list[str] = []
+        self.messages: list[str] = []
         self._told_float16 = False
         self.forget()
 
@@ -113,7 +114,8 @@ class Engine:
             Sharded: see there.
             ValueError: what cannot be stepped as it is; nothing has moved then.
         """
-        plans, messages = dict(self.decide()), self.warnings()
+        plans = dict(self.decide())
+        messages, self.messages = self.messages, []
         beside: AbstractContextManager[None] = nullcontext()
         # Two by two: one bucket's small launches leave processors idle, which the other one's products take. A bucket
         # has the same stream in every step, as its graphs belong to one.
@@ -123,7 +125,7 @@ class Engine:
                 # One that begins takes all the temporary memory that there is, and reads the device.
                 with nullcontext() if i % 2 == 0 or plans[bucket].initialising else beside:
                     messages += self.advance(bucket, plans[bucket])
-        self.step_adamw()
+        self.adamw.step(self.state)
         return messages
 
     def _beside(self, bucket: Bucket, *other: Bucket) -> AbstractContextManager[None]:
@@ -141,13 +143,31 @@ class Engine:
         and weight decay are looked at.
         """
         built_on, self._built_on = self._built_on, None
-        if built_on is None or not _same(self._fingerprint(), built_on):
+        now, same = None if built_on is None else self._fingerprint(), False
+        if now is not None and built_on is not None and len(now[0]) == len(built_on[0]):
+            with suppress(RuntimeError, TypeError, ValueError):  # of a setting that cannot be compared
+                same = all(map(is_, now[0], built_on[0])) and now[1] == built_on[1]
+        if not same:
             self.build()
             built_on = self._fingerprint()
         for group in self.groups:
             check("lr", group["lr"], RATE)
             check("weight_decay", group["weight_decay"], NONNEGATIVE)
-        self._check_gradients()
+        for weight, p, fused in self._stepped:
+            g = p.grad
+            if g is not None and not (
+                type(g) in PLAIN
+                and g.layout is torch.strided
+                and g.shape == p.shape
+                and g.dtype is p.dtype
+                and g.device == p.device
+                and not g.is_neg()
+                and g.data_ptr()
+                and (not fused or g.stride() == p.stride())
+            ):
+                check_gradient(p, weight.name, weight.matrix or type(p) in PLAIN)
+                if not weight.matrix:
+                    adamw.check_gradient(p, weight.name, fused)
         work = []
         for bucket in self._buckets:
             plan = bucket.decide()
@@ -160,15 +180,6 @@ class Engine:
         """Execute and commit what was decided of one bucket; return warnings."""
         moved, messages = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
-
-    def step_adamw(self) -> None:
-        """Step the AdamW groups."""
-        self.adamw.step(self._adamw_groups, self.state)
-
-    def warnings(self) -> list[str]:
-        """Return what was found to warn of since the last call, apart from what single buckets say."""
-        messages, self._messages = self._messages, []
-        return messages
 
     def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
         """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
@@ -202,24 +213,6 @@ class Engine:
             return None
         return objects, forms
 
-    def _check_gradients(self) -> None:
-        """Raise an error for a gradient that does not go with its weight."""
-        for weight, p, fused in self._stepped:
-            g = p.grad
-            if g is not None and not (
-                type(g) in PLAIN
-                and g.layout is torch.strided
-                and g.shape == p.shape
-                and g.dtype is p.dtype
-                and g.device == p.device
-                and not g.is_neg()
-                and g.data_ptr()
-                and (not fused or g.stride() == p.stride())
-            ):
-                check_gradient(p, weight.name, weight.matrix or type(p) in PLAIN)
-                if not weight.matrix:
-                    adamw.check_gradient(p, weight.name, fused)
-
     def build(self) -> None:
         """Check everything, and lay the weights of a shape together: as they are now, which is the state's new place.
 
@@ -230,7 +223,7 @@ class Engine:
         check_names(self.groups)
         for index in range(len(self.groups)):
             self.check_group(index)
-        self._adamw_groups = [group for group in self.groups if group["algorithm"] == "adamw"]
+        self.adamw.groups = [group for group in self.groups if group["algorithm"] == "adamw"]
         weights = [*weights_of(self.groups)]
         if any(hasattr(weight.p, "device_mesh") for weight in weights):
             raise Sharded
@@ -285,7 +278,7 @@ class Engine:
                 self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
         if not self._told_float16 and (message := in_float16(self.groups)):
             self._told_float16 = True
-            self._messages.append(message)
+            self.messages.append(message)
 
     def check_group(self, index: int) -> None:
         """Raise ValueError for a group that lacks a setting, or has one that is out of bounds.
@@ -430,13 +423,3 @@ def _check_weight(weight: Weight) -> None:
         check_matrix_parameter(weight.p, weight.name)
         check_reading(weight)
     check_memory(weight)
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Return True if a layout was built on what there is now."""
-    if now is None or len(now[0]) != len(before[0]):
-        return False
-    try:
-        return all(map(is_, now[0], before[0])) and now[1] == before[1]
-    except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
-        return False
