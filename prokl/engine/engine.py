@@ -101,7 +101,7 @@ class Engine:
         """Drop the layout: the buckets, and with them all memory but that of the state's own tensors."""
         self._built_on: tuple[list[Any], list[Any]] | None = None
         self._buckets: list[Bucket] = []
-        self.graphs = self.graphs.anew()
+        self.graphs.keep(())
 
     def buckets(self) -> list[Bucket]:
         """Return all buckets."""

@@ -8,9 +8,8 @@ bucket's alone, so that its work can be waited for by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +52,18 @@ def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Ca
         torch.cuda.empty_cache()
     with torch.cuda.device(device):
         try:
-            return _captured(run, capture.stream, capture.pool)
+            return _captured(run, capture)
         except BaseException:
-            _end_random_numbers(device)
+            # Up to torch 2.11 the default generator refuses every dropout until some capture ends well.
+            with suppress(Exception):
+                t = torch.zeros(1, device=device)  # before: an empty graph would be warned about
+                _captured(t.zero_, Capture.on(device))
             raise
 
 
-def _captured(run: Callable[[], Any], stream: Any, pool: Any) -> Callable[[], None]:
-    """Capture what ``run`` launches, on a stream of the current device; stream and allocator are left as they were."""
-    graph = torch.cuda.CUDAGraph()
+def _captured(run: Callable[[], Any], capture: Capture) -> Callable[[], None]:
+    """Capture what ``run`` launches on the current device; stream and allocator are left as they were."""
+    graph, pool, stream = torch.cuda.CUDAGraph(), capture.pool, capture.stream
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
@@ -78,33 +80,12 @@ def _captured(run: Callable[[], Any], stream: Any, pool: Any) -> Callable[[], No
         with suppress(Exception):
             graph.reset()  # what a capture that did end holds
         FAILED.append(graph)
-        _end_allocation(pool)
+        # One that could not be ended has left the allocator in its pool, which then refuses to free its cache.
+        with suppress(AttributeError, RuntimeError):  # where torch has no such thing, or there is nothing left to do
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
         raise
     return graph.replay
-
-
-def _end_allocation(pool: Any) -> None:
-    """Let the current device's allocator leave a pool that a capture which could not be ended has left it in.
-
-    Until then it refuses to free its cache.
-    """
-    end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
-    if end is None or release is None:
-        return
-    with suppress(RuntimeError):  # the capture could be ended, if not kept: there is nothing left to do
-        end(torch.cuda.current_device(), pool)
-        release(torch.cuda.current_device(), pool)
-
-
-def _end_random_numbers(device: torch.device) -> None:
-    """Let the current device's default generator leave a capture that could not be ended.
-
-    Up to torch 2.11 it refuses every dropout until some capture ends well: a small one does.
-    """
-    with suppress(Exception):
-        t = torch.zeros(1, device=device)  # before: an empty graph would be warned about
-        capture = Capture.on(device)
-        _captured(t.zero_, capture.stream, capture.pool)
 
 
 KEPT = 4
@@ -123,25 +104,19 @@ class Recorded(NamedTuple):
 class Graphs:
     """The graphs of one optimizer.
 
-    Args:
+    Attributes:
         refused: whether a recording or a replay has failed, after which there is no other.
     """
 
-    def __init__(self, refused: bool = False) -> None:
-        self.refused = refused
+    def __init__(self) -> None:
+        self.refused = False
         self.replays: dict[Bucket, dict[tuple[Any, ...], Recorded | None]] = {}
         self.captures: dict[Any, Capture] = {}  # by the stream that replays, which belongs to a device
 
-    def anew(self) -> Graphs:
-        """Return the same without any graph."""
-        other = Graphs(self.refused)
-        other.captures = self.captures
-        return other
-
-    def keep(self, buckets: Iterable[Bucket]) -> None:
+    def keep(self, buckets: Collection[Bucket]) -> None:
         """Give up the graphs of all other buckets."""
         for bucket in self.replays.keys() - {*buckets}:
-            self._drop(bucket)
+            self.replays.pop(bucket).clear()
 
     def execute(self, bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], list[str]]:
         """Do the device's work of a bucket's step, from a graph where one can capture it.
@@ -153,12 +128,17 @@ class Graphs:
             The matrices that move, as far as the host knows, and warnings.
         """
         if not bucket.group["cuda_graphs"]:
-            self._drop(bucket)
+            self.replays.pop(bucket, {}).clear()
         if self.refused or not capturable(bucket, plan):
             return bucket.execute(plan), []
-        # The I/O is in the key, as a graph reads its tables, and the stream, whose graphs share their memory.
-        stream = torch.cuda.current_stream(bucket.layout.device)
-        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket), bucket.io, stream)
+        # The key has the hyper-parameters that a graph fixes, all but lr and weight decay; the I/O, as a graph reads
+        # its tables; and the stream, whose graphs share their memory.
+        device = bucket.layout.device
+        stream = torch.cuda.current_stream(device)
+        replays, key = (
+            self.replays.setdefault(bucket, {}),
+            (plan, bucket.h, bucket.group["maximize"], bucket.io, stream),
+        )
         if key not in replays:
             bucket.execute(plan)
             replays[key] = None
@@ -168,7 +148,11 @@ class Graphs:
         recorded, failure = replays.pop(key), ""
         try:
             if recorded is None:
-                recorded = self._record(bucket, plan, stream)
+                if not any(own and k[-1] == stream for kept in self.replays.values() for k, own in kept.items()):
+                    # torch takes no pool again that no graph uses any more
+                    self.captures[stream] = Capture.on(device, self.captures.get(stream))
+                rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
+                recorded = Recorded(record(lambda: bucket.execute(plan), device, self.captures[stream]), rows)
             recorded.replay()
         except Exception as error:  # whatever it is, nothing has moved
             failure = str(error)  # alone: the error's frames keep the memory of the recording
@@ -176,34 +160,13 @@ class Graphs:
             replays[key] = recorded  # the last used is the last to go
             return plan.stepping, []
         del recorded
-        message = self._refuse(failure)
-        return bucket.execute(plan), [message]  # an error of the step itself is raised here
-
-    def _refuse(self, failure: str) -> str:
-        """Give up every graph, for good, and the memory that they held; return a warning."""
         self.refused = True
-        for bucket in [*self.replays]:
-            self._drop(bucket)
-        more = ""
+        self.keep(())
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            try:
+            with suppress(RuntimeError):
                 torch.cuda.empty_cache()
-            except RuntimeError as error:
-                more = f" PyTorch's allocator can no longer free its cache ({error})."
-        why = f"as recording or replaying one failed: {failure}.{more}"
-        return f"Steps run without CUDA graphs, {why} cuda_graphs=False makes no attempt."
-
-    def _drop(self, bucket: Bucket) -> None:
-        """Give up a bucket's graphs."""
-        self.replays.pop(bucket, {}).clear()
-
-    def _record(self, bucket: Bucket, plan: Plan, stream: Any) -> Recorded:
-        device = bucket.layout.device
-        if not any(key[-1] == stream and own for kept in self.replays.values() for key, own in kept.items()):
-            # torch takes no pool again that no graph uses any more
-            self.captures[stream] = Capture.on(device, self.captures.get(stream))
-        rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
-        return Recorded(record(partial(bucket.execute, plan), device, self.captures[stream]), rows)
+        message = f"Steps run without CUDA graphs, as recording or replaying one failed: {failure}. cuda_graphs=False "
+        return bucket.execute(plan), [message + "makes no attempt."]  # an error of the step itself is raised here
 
 
 def capturable(bucket: Bucket, plan: Plan) -> bool:
@@ -216,8 +179,3 @@ def capturable(bucket: Bucket, plan: Plan) -> bool:
         and (bucket.backend.graphs_of_refreshes or not plan.refreshing)
         and bucket.io.capturable
     )
-
-
-def _captured_settings(bucket: Bucket) -> Hashable:
-    """Return the hyper-parameters that a graph fixes: all but lr and weight decay."""
-    return bucket.h, bucket.group["maximize"]
