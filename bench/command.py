@@ -63,7 +63,7 @@ def options(kind: type[T], argv: Sequence[str], prog: str) -> T:
 
 
 def _check(values: dict[str, Any], right: Callable[[Any], bool], must: str) -> None:
-    """Raise UsageError unless all values of options are right; one may have several, or None where it was not given."""
+    """Raise UsageError unless all values of options are right, of which one may have several, or None."""
     for name, value in values.items():
         for one in value if isinstance(value, tuple | list) else (value,):
             if one is not None and not right(one):
@@ -79,15 +79,6 @@ def at_least(low: int, **values: int | Sequence[int] | None) -> None:
 def positive(**values: float | Sequence[float] | None) -> None:
     """Raise UsageError unless options are finite numbers above 0."""
     _check(values, lambda one: 0 < one < math.inf, "a finite number > 0")
-
-
-def some(**values: Sequence[object]) -> None:
-    """Raise UsageError unless options have values, each of them once."""
-    for name, value in values.items():
-        if not value:
-            raise UsageError(f"--{name} has no value; give one at least, or leave it out")
-        if len(set(value)) < len(value):
-            raise UsageError(f"--{name} names one twice: {' '.join(map(str, value))}; give each once")
 
 
 def make_folder(out: Path) -> None:

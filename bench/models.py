@@ -110,10 +110,7 @@ class Block(nn.Module):
         self.family = family
         self.heads = config.heads
         self.attention_norm = nn.RMSNorm(width, family.norm_eps, family.norm_weights)
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.mlp_norm = nn.RMSNorm(width, family.norm_eps, family.norm_weights)
         if family.gated:
             self.gate_proj = nn.Linear(width, config.mlp_width, bias=False)
@@ -142,7 +139,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A whole model of any family."""
+    """A whole model of any family, in float32 on the CPU, its weights drawn from torch's generator."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -174,13 +171,6 @@ def gpt2(layers: int, width: int, heads: int, vocabulary: int = BYTES, context: 
     return ModelConfig("gpt2", layers, width, heads, 4 * width, vocabulary, context, tied=True)
 
 
-def llama(
-    layers: int, width: int, heads: int, mlp_width: int, vocabulary: int = BYTES, context: int = 1024
-) -> ModelConfig:
-    """Return a LLaMA."""
-    return ModelConfig("llama", layers, width, heads, mlp_width, vocabulary, context, tied=False)
-
-
 def byte_gpt(layers: int, width: int, heads: int, context: int) -> ModelConfig:
     """Return the byte-level GPT of ``bench.pretrain``; its recorded results hold for this architecture."""
     return ModelConfig("byte-gpt", layers, width, heads, 4 * width, BYTES, context, tied=False)
@@ -189,17 +179,10 @@ def byte_gpt(layers: int, width: int, heads: int, context: int) -> ModelConfig:
 CONFIGS: dict[str, ModelConfig] = {
     "gpt2-124m": gpt2(12, 768, 6, GPT2_VOCABULARY),
     "gpt2-350m": gpt2(24, 1024, 8, GPT2_VOCABULARY),
-    "llama-134m": llama(12, 768, 12, 2048, LLAMA_VOCABULARY),
-    "llama-450m": llama(30, 1024, 16, 2816, LLAMA_VOCABULARY),
-    # Three times the width of llama-tiny, 5.1M parameters: what a core trains in half an hour.
-    "llama-288": llama(5, 288, 6, 768, context=256),
+    "llama-134m": ModelConfig("llama", 12, 768, 12, 2048, LLAMA_VOCABULARY, 1024, tied=False),
+    "llama-450m": ModelConfig("llama", 30, 1024, 16, 2816, LLAMA_VOCABULARY, 1024, tied=False),
     # An eighth of the smaller two's widths, on bytes. Heads of width 16, so that rotation has pairs.
     "gpt2-tiny": gpt2(4, 96, 6, context=128),
-    "llama-tiny": llama(4, 96, 6, 256, context=128),
+    "llama-tiny": ModelConfig("llama", 4, 96, 6, 256, BYTES, 128, tied=False),
 }
 """Configurations by name. ``dataclasses.replace`` fits vocabulary and context of scaled-down ones to other data."""
-
-
-def build(config: ModelConfig) -> nn.Module:
-    """Return the model in float32 on the CPU, its weights drawn from torch's generator (``torch.manual_seed``)."""
-    return Transformer(config)

@@ -48,7 +48,6 @@ class Options:
         command.at_least(0, seed=self.seed)
         command.at_least(1, steps=self.steps, threads=self.threads)
         command.positive(lr=[*self.lr.values()])
-        command.some(optimizers=self.optimizers)
         for name in self.lr.keys() - {*self.optimizers, "adamw"}:
             raise UsageError(f"--lr {name} but {name} does not run; add it to --optimizers")
 

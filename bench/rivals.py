@@ -36,11 +36,7 @@ class OneByOne(Optimizer):
 
 
 def package(name: str, distribution: str) -> Any:
-    """Import a package.
-
-    Raises:
-        UsageError: it is not installed, or fails.
-    """
+    """Import a package; raise UsageError where it is not installed, or fails."""
     try:
         return import_module(name)
     except Exception as error:  # another package may fail in any way
@@ -56,12 +52,9 @@ def soap(weights: list[Tensor], lr: float, weight_decay: float) -> Optimizer:
 def muon(name: str, weights: list[Tensor], lr: float, weight_decay: float, float32: bool, **more: Any) -> Optimizer:
     """Return one of pytorch_optimizer's Muons; ``float32`` holds for all Muons of this process from then on."""
     made = getattr(package("pytorch_optimizer", "pytorch-optimizer"), name)
-    module, its = (
-        package("pytorch_optimizer.optimizer.muon.base", "pytorch-optimizer"),
-        "zero_power_via_newton_schulz_5",
-    )
-    if float32 and not isinstance(getattr(module, its), partial):
-        setattr(module, its, partial(getattr(module, its), dtype=torch.float32))
+    base = package("pytorch_optimizer.optimizer.muon.base", "pytorch-optimizer")
+    if float32 and not isinstance(base.zero_power_via_newton_schulz_5, partial):
+        base.zero_power_via_newton_schulz_5 = partial(base.zero_power_via_newton_schulz_5, dtype=torch.float32)
     return made([{"params": weights, "use_muon": True}], lr=lr, weight_decay=weight_decay, **more)
 
 

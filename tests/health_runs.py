@@ -54,9 +54,9 @@ def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics
     """Train; return the health of the optimizer at these steps, before the step is made."""
     torch.manual_seed(case.seed)
     if case.family == "llama":
-        model = models.build(models.llama(1, 64, 2, 172, context=CONTEXT))
+        model = models.Transformer(models.ModelConfig("llama", 1, 64, 2, 172, models.BYTES, CONTEXT, tied=False))
     else:
-        model = models.build(models.gpt2(1, 64, 2, context=CONTEXT))
+        model = models.Transformer(models.gpt2(1, 64, 2, context=CONTEXT))
     cls, lr = getattr(prokl, case.optimizer), 0.02 if case.optimizer == "ProKLShampoo" else 0.002
     given = copy.deepcopy(model) if case.sick == "another copy" else model
     # Every second byte stays out of the embedding, which the matrix method steps then.

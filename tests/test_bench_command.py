@@ -11,8 +11,6 @@ from prokl.kernels.launch import INTERPRETED
 WRONG = [
     ("pretrain --lr muon -1", "--lr -1: must be a finite number > 0"),
     ("pretrain --lr smok-hop 0.1", "smok-hop does not run; add it to --optimizers"),
-    ("pretrain --optimizers", "--optimizers has no value; give one at least, or leave it out"),
-    ("pretrain --optimizers muon adamw muon", "--optimizers names one twice: muon adamw muon; give each once"),
     ("study main --model bert", "--model bert is the beginning of no model; there are gpt2-124m, gpt2-350m"),
     ("study main --model gpt2-1 --device cpu", "gpt2-124m trains on FineWeb-10B; give its token shards with --data"),
     ("study main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),

@@ -10,7 +10,7 @@ import torch
 
 from bench import optimizers, rivals
 from bench.command import UsageError
-from bench.models import CONFIGS, build
+from bench.models import CONFIGS, Transformer
 from bench.optimizers import Hyper
 
 
@@ -94,7 +94,7 @@ def test_a_missing_package_is_said_with_the_remedy(monkeypatch):
 
 def llama():
     torch.manual_seed(0)
-    return build(replace(CONFIGS["llama-tiny"], vocabulary=32))
+    return Transformer(replace(CONFIGS["llama-tiny"], vocabulary=32))
 
 
 def test_query_and_key_have_the_pieces_and_the_rate_asked_for():

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from bench import rows
-from bench.command import UsageError, at_least, some
+from bench.command import UsageError, at_least
 from bench.optimizers import PRO, Hyper
 from bench.presets import SELECTED, preset
 from bench.study import figures, runs, tables
@@ -56,7 +56,6 @@ class Options(runs.Options):
         super().__post_init__()
         at_least(0, seeds=self.seeds)
         at_least(1, micro_batch=self.micro_batch)
-        some(seeds=self.seeds)
         if len({scale.config.family for scale in self.scales}) > 1:
             raise UsageError("the paper has other data for each family; give --model gpt2 or llama, with its --data")
         if self.device == "cuda" and self.jobs > torch.cuda.device_count():

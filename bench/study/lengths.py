@@ -260,7 +260,6 @@ class Options(runs.Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         command.at_least(1, lengths=self.lengths)
-        command.some(models=self.models, lengths=self.lengths, forms=self.forms, seeds=self.seeds)
 
 
 def run(o: Options) -> str:

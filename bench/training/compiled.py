@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import clock, optimizers
 from bench.command import UsageError
-from bench.models import build
+from bench.models import Transformer
 from bench.optimizers import Hyper
 from bench.training.run import Record, Scale, mean_loss, state_bytes
 from bench.training.schedules import linear
@@ -117,7 +117,7 @@ class Compiled:
     def _drawn(self, seed: int) -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return build(replace(self.scale.config, vocabulary=self.source.vocabulary))
+            return Transformer(replace(self.scale.config, vocabulary=self.source.vocabulary))
 
     def _restart(self, seed: int) -> None:
         """Give the weights the values that they start from, and free all that the run before has left."""

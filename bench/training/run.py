@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bench import optimizers
-from bench.models import ModelConfig, build
+from bench.models import ModelConfig, Transformer
 from bench.optimizers import Hyper
 from bench.training.schedules import SCHEDULE
 from bench.training.sources import Batch, Source
@@ -94,7 +94,7 @@ class Run:
         self.validation = [self._here(batch) for batch in batches]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = build(replace(scale.config, vocabulary=source.vocabulary)).to(device)
+            self.model = Transformer(replace(scale.config, vocabulary=source.vocabulary)).to(device)
         state_dtype = None if scale.state_dtype is None else getattr(torch, scale.state_dtype)
         self.optimizers = optimizers.build(self.model, hyper, state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
