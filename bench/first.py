@@ -114,10 +114,10 @@ def main(argv: Sequence[str]) -> int:
     o = parser.parse_args(argv)
     begun, wrong, left = time.perf_counter(), 0, 0
     for name, check in checks(SIZES, torch.device(o.device)):
-        if time.perf_counter() - begun > o.seconds:
+        before = time.perf_counter()
+        if before - begun > o.seconds:
             left += 1
             continue
-        before = time.perf_counter()
         try:
             result = check()
         except Exception as error:

@@ -44,9 +44,8 @@ class Event:
 
 
 def extension_launches(operator: str, k: int, looks: bool = False) -> int:
-    """Count the launches of an operator of :mod:`prokl.backends.cuda_qr` on matrices of k columns.
+    """Count the launches of an operator of :mod:`prokl.backends.cuda_qr` on matrices of k columns, which decide it.
 
-    All launches of a call take place, whichever matrices need them, so that their number follows from the sizes.
     ``looks`` says of "finish" whether it is given Gram matrices to look at.
     """
     blocks = -(-k // BLOCK)

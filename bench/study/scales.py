@@ -10,11 +10,7 @@ from bench.training.sources import Source, open_source
 
 
 def open_data(scale: Scale, data: Path | None) -> Source:
-    """Return the data of a model, whose tokens it must know: of the paper's models token shards.
-
-    Raises:
-        UsageError: there is none, or it is of another kind.
-    """
+    """Return the data of a model, whose tokens it must know: of the paper's models token shards."""
     run = presets.RUNS.get(scale.name)
     if run and data is None:
         raise UsageError(

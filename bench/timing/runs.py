@@ -41,11 +41,7 @@ class TimedRun:
         return [clock.between(*both) for both in marks]
 
     def warm_up(self, slowest: float) -> None:
-        """Run the first step, which begins the state, and a period, which says how long one takes.
-
-        Raises:
-            UsageError: it takes longer than ``slowest`` seconds, as the second step promises or the period shows.
-        """
+        """Run the first step, which begins the state, and a period; raise UsageError if one takes too many seconds."""
         _, second = self.steps(2)
         if second * PERIOD > slowest:
             raise UsageError(f"too slow: a step took {second:.2g} s, may take {slowest / PERIOD:g} s")
@@ -61,11 +57,7 @@ def failure(entry: Entry, error: Exception) -> str:
 
 
 def enter(entries: Sequence[Entry], problem: Problem, slowest: float) -> tuple[list[TimedRun], list[tuple[Entry, str]]]:
-    """Check and warm up every entry with a period, of at most ``slowest`` seconds.
-
-    Returns:
-        Those that run, in the order in which they take turns; the others and why they do not.
-    """
+    """Check and warm up every entry with a period; return those that run, and the others with why they do not."""
     runs: list[TimedRun] = []
     left_out: list[tuple[Entry, str]] = []
     for entry in entries:

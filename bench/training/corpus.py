@@ -17,9 +17,6 @@ def read(path: Path | None) -> tuple[str, bytes, bytes]:
     Returns:
         A name for a reader, bytes to train on, and bytes to validate with: every tenth file of the library, the last
         tenth of a single one.
-
-    Raises:
-        UsageError: If the text is missing, unreadable or empty.
     """
     if path is None:
         return _library()

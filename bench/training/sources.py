@@ -94,12 +94,9 @@ class Source:
 def open_source(path: Path | None, context: int, vocabulary: int | None = None) -> Source:
     """Open what ``--data`` names, and check all of it.
 
-    Args:
-        path: None is the standard library's source, as bytes. A .bin or .bin.xz file, or a folder with such files
-            directly in it, is token shards. Any other file is text, as bytes.
-        context: longest window that will be asked for; training and validation must each have room for one.
-        vocabulary: of shards, which do not name it themselves: every token has to be below it. Give the model's; None
-            is GPT-2's, padded. Bytes have their own.
+    None is the standard library's source, as bytes. A .bin or .bin.xz file, or a folder with such files directly in it,
+    is token shards, whose tokens have to be below ``vocabulary``: None is GPT-2's, padded. Any other file is text, as
+    bytes. Training and validation must each have room for a window of ``context``.
 
     Raises:
         UsageError: If the data is missing, unreadable, too short, or a shard's header or a token is wrong.
@@ -123,11 +120,12 @@ def _text(path: Path | None) -> Source:
 
 
 def _shards(path: Path, files: list[Path], vocabulary: int) -> Source:
-    """Hold out the files with "val" in their name; without one, the last tenth of the last file."""
-    train, validation = (
-        {file: shards.open_shard(file) for file in files if _is_validation(file) == held_out}
-        for held_out in (False, True)
-    )
+    """Hold out the files with "val", "valid" or "validation" in their name; without one, the last file's last tenth."""
+    train: dict[Path, np.ndarray] = {}
+    validation: dict[Path, np.ndarray] = {}
+    for file in files:
+        words = re.split("[^a-z]+", file.stem.lower())
+        (validation if {"val", "valid", "validation"}.intersection(words) else train)[file] = shards.open_shard(file)
     if train and not validation:
         last, tokens = train.popitem()
         cut = len(tokens) - len(tokens) // corpus.HELD_OUT
@@ -136,8 +134,3 @@ def _shards(path: Path, files: list[Path], vocabulary: int) -> Source:
     name = f"shards of {'folder' if path.is_dir() else 'file'} {path.name or path}"
     digest = hashlib.sha256(both.encode()).hexdigest()
     return Source(name, digest, vocabulary, *(list(part.values()) for part in (train, validation)), epochs=True)
-
-
-def _is_validation(file: Path) -> bool:
-    """Return whether one of the words in a file's name is val, valid or validation."""
-    return not {"val", "valid", "validation"}.isdisjoint(re.split("[^a-z]+", file.stem.lower()))
