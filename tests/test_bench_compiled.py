@@ -175,12 +175,6 @@ def test_on_a_gpu_times_are_events_and_batches_are_pinned(source, monkeypatch):
     assert calls == ["empty_cache", "reset_peak_memory_stats"]
 
 
-def test_a_rate_of_products_counts_two_operations_a_multiply_add(monkeypatch):
-    marks = iter((0.0, 2.0, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0))
-    monkeypatch.setattr(clock, "mark", lambda device: next(marks))
-    assert clock.product_rate(CPU, torch.float32, 8) == 2 * 8**3 * clock.PRODUCTS / 0.5
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", HYPERS)
 def test_no_step_waits_for_the_gpu(key, source, monkeypatch):

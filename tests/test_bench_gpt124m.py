@@ -250,20 +250,6 @@ def test_a_row_says_what_was_trained_and_how_fast(small, shard, tmp_path):
     assert last["seconds"].tolist() == pytest.approx(found["seconds"].tolist(), rel=1e-6)
 
 
-def test_times_are_of_steps_after_the_first_mark(small, shard, tmp_path):
-    o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
-    runner = gpt124m.Runner(o)
-    model = runner.prepared(replace(SMALL, steps=20))
-    trial = next(trials({}, (model.scale, LARGER)))
-    *_, record = model.run(trial.hyper, 0, 20)
-    # The first steps compile; a host that is far ahead waits until the device takes more launches.
-    record.optimizer_seconds = [9.0, 9.0, *[0.001] * 17, 0.002]
-    record.host_seconds = [9.0, 9.0, 0.0005, *[0.001] * 17]
-    row = runner.row(model, trial, record)
-    times = [row[f"{name}_ms"] for name in ("optimizer", "optimizer_median", "optimizer_longest", "host")]
-    assert times == pytest.approx([19 / 18, 1.0, 2.0, 0.5])
-
-
 def test_the_plan_lists_done_and_coming_runs_and_trains_none(small, shard, tmp_path, capsys):
     assert command.main(["gpt-124m", "--plan", "--out", str(tmp_path / "none")]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -301,18 +287,3 @@ def test_tables_have_rates_seeds_and_what_is_open(small, shard, tmp_path, monkey
     for x in gpt124m_tables.PICTURES:
         figures.gpt124m(tmp_path / f"{x}.png", found, curves, x)
         assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_costs_are_of_the_best_rates_and_losses_means_of_seeds(small, shard, tmp_path, monkeypatch):
-    monkeypatch.setitem(SCALES, "full", SCALES["rehearsal"])
-    assert run(shard, tmp_path) == 0
-    found = frame(tmp_path / gpt124m.FILE)
-    first = found[(found["case"] == OURS) & (found["model"] == SMALL.name)].tail(1)
-    ours = first.assign(validation_loss=2.0, optimizer_ms=9.5, optimizer_median_ms=8.1, state_mb=749.3)
-    worse = ours.assign(lr=0.5, validation_loss=3.0, optimizer_ms=1.0)
-    again = ours.assign(seed=1, validation_loss=2.5, tokens_per_second=550497.0)
-    change = ours.assign(case=f"{OURS}, rank 32", base=OURS)
-    adamw = ours.assign(case=ADAMW, validation_loss=3.6)  # of rates that were not searched
-    text = gpt124m_tables.costs(concat([adamw, worse, ours, again, change], ignore_index=True))
-    _, _, first, second = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert first[:3] == [ADAMW, "", "9.5"] and second == [OURS, "2.250", "9.5", "8.1", "550,497", "749"]

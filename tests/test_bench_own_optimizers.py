@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bench.training.cosmos import Cosmos, orthogonalised
+from bench.training.cosmos import Cosmos
 from bench.training.online_kl_shampoo import OnlineKLShampoo
 
 
@@ -44,16 +44,6 @@ def test_cosmos_finds_the_subspace_of_its_gradients():
     # The first gradient's share of S fades by 0.95 a step, and every step is a power iteration beside.
     P = optimizer.state[W]["P"]
     assert torch.linalg.matrix_norm(P - basis @ (basis.mT @ P)) < 0.02
-
-
-def test_orthogonalised_matrices_have_near_equal_singular_values():
-    X = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
-    for G in (X, X.mT):
-        Y = orthogonalised(G, torch.float32)
-        assert Y.square().mean().sqrt() == pytest.approx(1.0, rel=1e-5)
-        s = torch.linalg.svdvals(Y)
-        assert s[0] / s[-1] < 1.9  # the quintic leaves values between 0.68 and 1.13
-        assert torch.linalg.svdvals(G)[0] / torch.linalg.svdvals(G)[-1] > 3
 
 
 # Online KL-Shampoo
@@ -116,9 +106,3 @@ def test_a_zero_gradient_begins_nothing():
     with_zero, state = stepped(start, [torch.zeros_like(start), *gradients])
     without, _ = stepped(start, gradients)
     assert torch.equal(with_zero, without) and state["S_a"].isfinite().all()
-
-
-def test_factors_short_of_rank_give_finite_roots():
-    start = torch.ones(3, 64)
-    W, state = stepped(start, 30 * [torch.ones(3, 64)], lr=0.1)
-    assert W.isfinite().all() and state["P_b"].isfinite().all()
