@@ -1,9 +1,6 @@
 """Benchmarks of prokl; run from a checkout, never installed.
 
-Seven commands, five of them for people: ``pretrain`` compares optimizers on a small model, ``study`` makes the paper's
-tables and tunes every method, ``timing`` measures steps and ``pytest bench`` stages and kernels, ``compile_report``
-compiles, ``tables`` shows what was recorded in ``results``; and ``first`` asks a GPU whether anything works, ``c4``
-makes data. What they are built from:
+CONTRIBUTING.md has the commands. They are built from:
 
 * ``optimizers``, ``rows``, ``command``, ``clock``: what is compared, the schema of ``results``, how commands read
   options and end, times on a device.

@@ -23,10 +23,8 @@ CLIP = PRO_ADVANCED["clip_threshold"]
 PAPER: dict[str, Any] = {"rank": 128} | {name: prokl.PAPER[name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
 PRO = "pro-klshampoo"
-RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
-"""The methods with a rank."""
-OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
-"""This package's."""
+RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")  # the methods with a rank
+OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")  # this package's
 
 
 @dataclass(frozen=True)
@@ -62,27 +60,21 @@ class Entry:
     momentum: float | None = None  # in place of the class's own
 
 
+_EXPRESS = partial(rivals.muon, "Muon", ns_coeffs="polar_express")
 OPTIMIZERS = {
-    # swept 1e-3 to 1.2e-2
-    "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),
-    # swept 1e-2 to 4e-2
-    "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),
+    "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),  # swept 1e-3 to 1.2e-2
+    "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),  # swept 1e-2 to 4e-2
     # swept 2e-2 to 4.5e-2
     "muon-0.9": Entry("Muon, momentum 0.9", "tab:orange", 3e-2, torch.optim.Muon, momentum=0.9),
-    # swept 2e-3 to 1.5e-2
-    "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),
+    "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),  # swept 2e-3 to 1.5e-2
     # swept 1e-2 to 6e-2
     "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, ("beta2", "alpha_kl")),
-    # not swept on the default run: what the paper chose on LLaMA 134M
+    # not swept: what the paper chose on LLaMA 134M, its authors' own, their packages' own, Muon's those of torch's
     "cosmos": Entry("COSMOS", "tab:olive", 1e-3, Cosmos, ("rank",)),
-    # not swept: its authors' own
     "online-kl-shampoo": Entry("Online KL-Shampoo", "rosybrown", 9.434e-2, OnlineKLShampoo, ("beta2",)),
-    # not swept: their packages' own, Muon's those of torch's
     "soap": Entry("SOAP", "tab:pink", 3e-3, rivals.soap),
     "normuon": Entry("NorMuon", "tab:cyan", 2e-2, partial(rivals.muon, "NorMuon")),
-    "muon-polar-express": Entry(
-        "Muon, Polar Express", "gold", 2e-2, partial(rivals.muon, "Muon", ns_coeffs="polar_express")
-    ),
+    "muon-polar-express": Entry("Muon, Polar Express", "gold", 2e-2, _EXPRESS),
     "adamw-cautious": Entry("AdamW, cautious decay", "black", 1e-3, rivals.cautious_adamw),
     # not swept: the paper's for LLaMA 134M, and for the ablations 1.5 times Pro-KLShampoo's as in the paper
     **{

@@ -48,8 +48,7 @@ def _of_model(model: str, divided: int) -> ParameterSet:
     return ParameterSet(name, shapes, tuple(rank // divided for rank in (32, 64, 128)), heads)
 
 
-PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")
-"""The models of the paper's experiments."""
+PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")  # the models of the paper's experiments
 SMALL = tuple(f"{name}/4" for name in PAPER)
 """The same at a quarter of the widths, layers and ranks (7 of 30 layers), for a CPU."""
 SETS: dict[str, ParameterSet] = {s.name: s for divided in (1, 4) for s in (_of_model(name, divided) for name in PAPER)}

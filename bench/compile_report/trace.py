@@ -27,8 +27,7 @@ MEMORY = 139 * 2**30  # bytes of an H200
 TORCH = "elementwise"  # the kernel of what PyTorch launches
 EXTENSION = "qr."  # before the names of the extension's operators
 BLOCK = 128  # columns that a block of the extension's threads factors, in float32
-KINDS = ("ordinary", "refresh")
-"""Kinds of step; a refresh step does all that an ordinary one does."""
+KINDS = ("ordinary", "refresh")  # kinds of step; a refresh step does all that an ordinary one does
 WITHOUT_LAUNCH = set("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operators beside views that launch nothing."""
 TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}

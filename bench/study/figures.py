@@ -18,8 +18,7 @@ from bench.study.lengths_tables import OURS as DEFAULT
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 DPI = 120
-PANELS = {"step": "steps", "seconds": "seconds of training"}
-"""Axes that losses are drawn against, with their labels."""
+PANELS = {"step": "steps", "seconds": "seconds of training"}  # axes that losses are drawn against, with their labels
 
 
 def loss(path: Path, curves: DataFrame) -> None:
@@ -70,8 +69,7 @@ def fit(axes: Axes, descent: float = 0.25) -> None:
 
 
 STEPS = 1600
-APART = 0.06
-"""Least distance of two names at the ends of lines, as a share of the height."""
+APART = 0.06  # least distance of two names at the ends of lines, as a share of the height
 
 
 def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") -> None:
@@ -85,7 +83,7 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
     panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         best = {form: unit for form in DRAWN if (unit := every.get((model, STEPS), {}).get(form))}
-        seeds = judged(set.intersection(*(set(by_seed(found, unit).index) for unit in best.values())) if best else ())
+        seeds = judged(set.intersection(*(set(by_seed(found, unit).index) for unit in best.values())))
         ends = {}
         for form, unit in best.items():
             its = of_unit(curves, unit).sort_values("step")
@@ -94,8 +92,7 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
             style = {"lw": 2.4} if form == DEFAULT else {"lw": 1.3, "alpha": 0.6}
             style["ls"] = "--" if colour in {its for _, its in ends.values()} else "-"  # one method in two forms
             curve(axes, its, x, label=FORMS[form].label, color=colour, **style)
-            if drawn := axes.get_lines():
-                ends[form] = drawn[-1].get_xydata()[-1], colour
+            ends[form] = axes.get_lines()[-1].get_xydata()[-1], colour
         of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
         axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per byte", title=f"{model}, {STEPS:,} steps, {of}")
         fit(axes)

@@ -57,17 +57,12 @@ SCALES = {
     ),
 }
 """The model and the larger one: what is trained, and one that tries the command in seconds on a CPU."""
-LONGER = 4
-"""Times the steps, 3,200 of the full scale."""
+LONGER = 4  # times the steps, 3,200 of the full scale
 DECAYS = (0.1, 0.03)
-FURTHEST = 6
-"""Powers of STEP that a search goes from its first rate, a factor of 11."""
-ROOM = 1.1
-"""What a run takes, per time of its steps on the device: a tenth more, for validation and restart."""
-SIZES = {"cuda": 8192, "cpu": 512}
-"""Of the products that measure a device's rate."""
-OWN = ("model", "steps", "case", "lr", "adamw_lr", "seed")
-"""The columns that tell the trials of one source apart."""
+FURTHEST = 6  # powers of STEP that a search goes from its first rate, a factor of 11
+ROOM = 1.1  # what a run takes, per time of its steps on the device: a tenth more, for validation and restart
+SIZES = {"cuda": 8192, "cpu": 512}  # of the products that measure a device's rate
+OWN = ("model", "steps", "case", "lr", "adamw_lr", "seed")  # the columns that tell the trials of one source apart
 KEY = ("data_sha256", "vocabulary", *OWN)
 FILE = "gpt-124m.csv"
 CURVES = "gpt-124m-curves.csv"

@@ -11,8 +11,7 @@ from bench.study.gpt124m import ADAMW, BY_HEADS, OURS, SCALES, WHOLE, of_floor
 PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
 """File and words, by the column that losses are drawn against."""
 
-SOURCE = ["data_sha256", "vocabulary"]
-"""Runs on other ones are no seeds of each other."""
+SOURCE = ["data_sha256", "vocabulary"]  # runs on other ones are no seeds of each other
 
 
 def shown(found: DataFrame) -> str:

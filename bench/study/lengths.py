@@ -28,15 +28,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 T = TypeVar("T")
-ADAMW_LR = 3e-3
-"""README's rate of embedding, head and norms beside the defaults; it is tried beside AdamW's best."""
-HEADS = 6
-"""Heads of both models."""
-RANK = 16
-"""Rank of COSMOS and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
+ADAMW_LR = 3e-3  # README's rate of embedding, head and norms beside the defaults; it is tried beside AdamW's best
+HEADS = 6  # heads of both models
+RANK = 16  # rank of COSMOS and of the paper's form: a sixth of the width of 96, as its 128 is of 768
 STEP = 1.5
-FURTHEST = 8
-"""Powers of STEP that a search goes from where it began, a factor of 26."""
+FURTHEST = 8  # powers of STEP that a search goes from where it began, a factor of 26
 FIRST_SEED = 0
 LONG = 6400
 EVALUATIONS = 20

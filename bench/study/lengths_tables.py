@@ -11,16 +11,13 @@ from bench.rows import RESULTS, frame
 from bench.study.lengths import FIRST_SEED, FORMS, Unit, at_default, tuned, units
 from bench.study.tables import reached
 
-REFERENCE = "muon"
-"""The form to whose final loss the others' steps are counted."""
-OURS = "pro-klshampoo-heads"
-"""The form of a user who sets nothing."""
+REFERENCE = "muon"  # the form to whose final loss the others' steps are counted
+OURS = "pro-klshampoo-heads"  # the form of a user who sets nothing
 DRAWN = ("adamw", "muon", "muon-0.9-heads", "soap", "kl-shampoo", OURS)
 """The methods that are shown first, in their better form."""
 MAIN = ("adamw", "muon-0.9", "muon-0.9-heads", "soap", "kl-shampoo", "kl-shampoo-heads", "pro-klshampoo", OURS)
 """The methods of the README, those with heads also with whole queries and keys."""
-AS_QUICK = 1.5
-"""Largest ratio of the times of two runs on one machine; the machines differ by two."""
+AS_QUICK = 1.5  # largest ratio of the times of two runs on one machine; the machines differ by two
 
 
 def best_units(found: DataFrame) -> dict[tuple[str, int], dict[str, Unit | None]]:

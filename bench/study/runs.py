@@ -21,8 +21,7 @@ from bench.training.sources import Source
 from bench.workers import work_off
 
 T = TypeVar("T")
-SETTINGS = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")
-"""Columns of a method's settings."""
+SETTINGS = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")  # columns of a method's settings
 
 
 @dataclass(frozen=True, kw_only=True)

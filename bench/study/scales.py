@@ -28,9 +28,7 @@ def _paper(name: str, run: presets.RunLength) -> Scale:
     return Scale(name, CONFIGS[name], (32, 64, 128), run.steps, 40, 10240, run.batch, **more)
 
 
-DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), (32,), 400, 10, 256, batch=8)
-"""The model that bench.pretrain trains."""
+DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), (32,), 400, 10, 256, batch=8)  # the model that bench.pretrain trains
 TINY = {name: Scale(name, CONFIGS[name], (4, 8, 16), 400, 10, 256, batch=4) for name in ("gpt2-tiny", "llama-tiny")}
 """Minutes of a core each."""
-PAPER = tuple(_paper(name, run) for name, run in presets.RUNS.items())
-"""The paper's own runs, days on a GPU."""
+PAPER = tuple(_paper(name, run) for name, run in presets.RUNS.items())  # the paper's own runs, days on a GPU

@@ -9,8 +9,7 @@ from pandas import DataFrame, Series
 from bench.markdown import figure, table, with_error
 from bench.optimizers import label
 
-TARGETS = ("kl-shampoo", "muon")
-"""Methods to whose final losses the paper measures the time."""
+TARGETS = ("kl-shampoo", "muon")  # methods to whose final losses the paper measures the time
 
 
 def reached(losses: Sequence[float], at: Sequence[float], target: float) -> float:

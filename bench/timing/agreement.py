@@ -19,8 +19,7 @@ from prokl.backends.select import select
 AGREE = 1e-6
 """Largest distance from the reference, both in float64, relative to the distance moved. Measured: at most 4e-14; a
 wrong index gives 1."""
-REFRESH_EVERY = 3
-"""Steps from one refresh to the next; one more is taken, with the refreshed bases."""
+REFRESH_EVERY = 3  # steps from one refresh to the next; one more is taken, with the refreshed bases
 
 
 @cache  # sets of the same shapes do not ask again

@@ -25,10 +25,8 @@ PERIOD = 10
 CAPTURED, BATCHED = "Muon in a CUDA graph", "batched Muon in a CUDA graph"
 """torch's Muon with its step captured by hand, as the host bounds it on a GPU; and the same in batches, which takes
 least: ratios of a GPU are to it."""
-EAGER = "without CUDA graphs"
-"""Note of an optimizer whose steps are launched one by one."""
-HEADS = "q, k by heads"
-"""Note of one that steps query and key weights by heads, as groups of ``param_groups`` do."""
+EAGER = "without CUDA graphs"  # note of an optimizer whose steps are launched one by one
+HEADS = "q, k by heads"  # note of one that steps query and key weights by heads, as groups of ``param_groups`` do
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun
 from bench.timing.steps import head
 
-MAIN = ("gpt2-124m", "llama-450m")
-"""The sets that are profiled on a GPU."""
+MAIN = ("gpt2-124m", "llama-450m")  # the sets that are profiled on a GPU
 LEAST = 1e-3
 """Milliseconds a step; kernels that take less are summed up as "others"."""
 

@@ -1,11 +1,10 @@
 """Times whole optimizer steps beside Muon's, AdamW's and other packages'.
 
-Refreshes are amortised over periods of ten steps. The optimizers take turns, period by period, for about a second each.
-Newton-Schulz is in bfloat16 with two rows in float32, or in float32 alone on a CPU that would emulate bfloat16; ratios
-are to torch.optim.Muon with the same one. On a GPU the steps are replayed from CUDA graphs, but for one row, and Muon
-is measured twice more with its step captured by hand, once in batches. The reference, weight by weight, is measured on
-a CPU, at the largest rank only. Nothing is reported of an optimizer that does not go where the reference goes, or whose
-weights end not finite. A peer that cannot run gets a row that says why; what is this package's and fails is wrong.
+The optimizers take turns, period by period, for about a second each. Newton-Schulz is in bfloat16 with two rows in
+float32, or in float32 alone on a CPU that would emulate bfloat16; ratios are to torch.optim.Muon with the same one. On
+a GPU the steps are replayed from CUDA graphs, but for one row. The reference, weight by weight, is measured on a CPU.
+Nothing is reported of an optimizer that does not go where the reference goes, or whose weights end not finite. A peer
+that cannot run gets a row that says why; what is this package's and fails is wrong.
 """
 
 import statistics
@@ -21,10 +20,8 @@ from bench.timing.entries import PERIOD, Entry, model_entries, peers
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, take_turns
 
-FEWEST, MOST = 3, 15
-"""Periods timed at least and at most."""
-SLOWEST = 10.0
-"""Seconds that a period may take; a slower optimizer is left out."""
+FEWEST, MOST = 3, 15  # periods timed at least and at most
+SLOWEST = 10.0  # seconds that a period may take; a slower optimizer is left out
 
 
 def step_ms(run: TimedRun) -> list[float]:

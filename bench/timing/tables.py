@@ -7,8 +7,7 @@ from bench.optimizers import label
 from bench.shapes import SETS
 from bench.timing.entries import BATCHED, EAGER, HEADS
 
-OWN = ("muon", "pro-klshampoo")
-"""The optimizers that are measured with both dtypes of Newton-Schulz."""
+OWN = ("muon", "pro-klshampoo")  # the optimizers that are measured with both dtypes of Newton-Schulz
 
 
 def name(row: Series, dtype: str) -> str:

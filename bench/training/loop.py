@@ -12,8 +12,7 @@ from bench.training.run import Run
 from bench.workers import GOES_ON, asked_to_stop
 
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"
-BETWEEN = 120.0
-"""Seconds from one checkpoint to the next."""
+BETWEEN = 120.0  # seconds from one checkpoint to the next
 
 
 def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
