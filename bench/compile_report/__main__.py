@@ -42,12 +42,18 @@ def main(argv: Sequence[str]) -> int:
     parts = ", ".join(pack.PARTS)
     own.add_argument("--only", nargs="+", choices=pack.PARTS, default=[*pack.PARTS], metavar="PART", help=parts)
     own.add_argument("--arch", type=int, default=90, help="the GPU's compute capability without its point (90)")
+    own = names.add_parser("ahead", help="compile what the benchmarks launch into Triton's cache, as pack does")
+    own.add_argument("arch", type=int)
     names.add_parser("unpack", help="take up what pack made, as far as it fits this machine")
     a = parser.parse_args(argv)
     if a.name == "pack":
         pack.pack(a.only, a.arch)
     elif a.name == "unpack":
         pack.unpack()
+    elif a.name == "ahead":
+        from bench.compile_report import ahead
+
+        print(ahead.report(a.arch))
     else:
         import pandas
 

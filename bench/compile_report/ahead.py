@@ -7,7 +7,6 @@ variables; of no path, driver or torch. Triton of the same wheel finds the entri
 signature there.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 import triton
 
 from bench import first
-from bench.command import Parser, command, cores
+from bench.command import cores
 from bench.compile_report.launches import Launch, called
 from bench.compile_report.trace import steps_of
 from bench.compile_report.triton_kernels import build
@@ -72,16 +71,7 @@ def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:
     return hits.count(False), hits.count(True)
 
 
-@command
-def main(argv: Sequence[str]) -> int:
-    """Compile; return the exit status."""
-    parser = Parser(prog="python -m bench.compile_report.ahead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("arch", type=int, help="compute capability without its point, as 90")
-    a = parser.parse_args(argv)
-    made, kept = compiled(launches([SETS[name] for name in PAPER]), a.arch)
-    print(f"Triton {triton.__version__}, sm_{a.arch}: {made} kernels compiled, {kept} in the cache already")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def report(arch: int) -> str:
+    """Compile all that the benchmarks launch on the paper's models; say how much that was."""
+    made, kept = compiled(launches([SETS[name] for name in PAPER]), arch)
+    return f"Triton {triton.__version__}, sm_{arch}: {made} kernels compiled, {kept} in the cache already"

@@ -60,7 +60,7 @@ def extension(folder: Path, arch: int) -> None:
 
 def triton(folder: Path, arch: int) -> None:
     """Compile the kernels; of every one the binary alone is kept."""
-    asked = ["-m", "bench.compile_report.ahead", str(arch)]
+    asked = ["-m", "bench.compile_report", "ahead", str(arch)]
     run(asked, TRITON_CACHE_DIR=str(folder), TRITON_STORE_BINARY_ONLY="1")
     for text in folder.rglob("*.source"):  # which is kept beside the binary all the same
         text.unlink()
