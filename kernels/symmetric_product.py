@@ -67,6 +67,35 @@ def _store_twice(D_ptr, at, d, o_m, o_n, M, mask, diagonal):
 
 
 @triton.jit
+def _total(ptr, PARTS):
+    """Return the sum of the parts of one matrix's squared norm, which are contiguous."""
+    o = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for first in range(0, PARTS, 512):
+        total += tl.load(ptr + first + o, first + o < PARTS, 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _inverse_norm(squares_ptr, stride_squares, PARTS, noise):
+    """Return 1 / ||X||, or zero where X is negligible, or its squared norm too small or too large to be multiplied.
+
+    squares: parts of the squared norms of X, of what X was made from, and of that of which this is a residual.
+    """
+    energy = _total(squares_ptr, PARTS)
+    full = _total(squares_ptr + 2 * stride_squares, PARTS)
+    negligible = _total(squares_ptr + stride_squares, PARTS) <= tl.full((), noise, tl.float32) * full
+    vanishes = (negligible & (full < float("inf"))) | (energy < SMALLEST) | (energy > LARGEST)
+    return tl.where(vanishes, 0.0, 1.0 / tl.sqrt(tl.where(vanishes, 1.0, energy)))
+
+
+# Of float32: below the smallest normal number the square of the inverse norm, which the product takes, overflows.
+# Newton-Schulz takes the norm of a row up to twice X's own, as its singular values overshoot 1.
+SMALLEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
+LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max / 4)
+
+
+@triton.jit
 def symmetric_product_kernel(
     A_ptr,
     B_ptr,
@@ -76,14 +105,18 @@ def symmetric_product_kernel(
     shifted_ptr,
     alpha_ptr,
     beta_ptr,
+    squares_ptr,
+    inverse_ptr,
     M,
     K,
     K_OF_E,
+    PARTS_OF_NORM,
     alpha: tl.float64,
     beta: tl.float64,
     gamma: tl.float64,
     shift: tl.float64,
     ahead: tl.float64,
+    noise: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -98,12 +131,14 @@ def symmetric_product_kernel(
     stride_E_lo,
     stride_alpha_b,
     stride_beta_b,
+    stride_squares,
     LO: tl.constexpr,
     HAS_C: tl.constexpr,
     HAS_E: tl.constexpr,
     SHIFTED: tl.constexpr,
     AHEAD: tl.constexpr,
     SQUARED: tl.constexpr,
+    NORMALISED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -115,8 +150,9 @@ def symmetric_product_kernel(
     """Compute D = alpha A B^T + gamma E E^T + beta C, symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M) is contiguous. Where HAS_E, B is A, and A
-    and E (M, K_OF_E), a pair as A, are contiguous. Where SQUARED alpha counts twice. Where SHIFTED,
-    D + ahead (D - C) + shift I is stored besides, from one sum.
+    and E (M, K_OF_E), a pair as A, are contiguous. Where SQUARED alpha counts twice. Where NORMALISED it is what
+    _inverse_norm says, which inverse (batch, 2) takes, and alpha times it. Where SHIFTED, D + ahead (D - C) + shift I
+    is stored besides, from one sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -151,6 +187,12 @@ def symmetric_product_kernel(
     diagonal = i_m == i_n
     if diagonal:  # its halves can differ in rounding: the lower one is taken for both
         acc = tl.where(o_m[:, None] >= o_n[None, :], acc, tl.trans(acc))
+    if NORMALISED:
+        size = scale
+        scale = _inverse_norm(squares_ptr + i_b * PARTS_OF_NORM, stride_squares, PARTS_OF_NORM, noise)
+        if i % triangle == 0:
+            tl.store(inverse_ptr + 2 * i_b, scale)
+            tl.store(inverse_ptr + 2 * i_b + 1, scale * size)
     if SQUARED:
         acc = tl.where(scale == 0, tl.zeros_like(acc), acc)  # which may be infinite there
         scale = scale * scale
@@ -237,8 +279,12 @@ def _compute(
     shift: float | None = None,
     ahead: float = 0.0,
     squared: bool = False,
+    norm: tuple[Tensor, float, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D moved, else D."""
+    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D moved, else D.
+
+    A ``norm`` is parts of squares, noise, and where to store.
+    """
     (A_hi, A_lo, paired), (B_hi, B_lo, _), (E_hi, E_lo, _) = stored(A), stored(B), stored(A if E is None else E)
     batch, m, k = A_hi.shape
     if C is not None:
@@ -260,6 +306,7 @@ def _compute(
     tile = tile or choose_tile(batch, m, operand, wide, turned, shift is not None)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
+    squares, noise, inverse = norm or (D, 0.0, D)  # D: neither read nor written as such
     launch.start(
         symmetric_product_kernel,
         (batch * lower_tiles(m, tile.m),),
@@ -272,14 +319,18 @@ def _compute(
         shifted,
         alpha_at,
         beta_at,
+        squares,
+        inverse,
         m,
         k,
         E_hi.shape[2],
+        squares.shape[2],
         alpha_value,
         beta_value,
         float(gamma),
         float(shift or 0.0),
         float(ahead),
+        float(noise),
         A_lo,
         *A_hi.stride(),
         B_lo,
@@ -288,12 +339,14 @@ def _compute(
         E_lo,
         stride_alpha,
         stride_beta,
+        squares.stride(0),
         LO=paired,
         HAS_C=C is not None,
         HAS_E=E is not None,
         SHIFTED=shift is not None,
         AHEAD=ahead != 0,
         SQUARED=squared,
+        NORMALISED=norm is not None,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
         OPERAND=TRITON_DTYPES[operand],
@@ -435,6 +488,33 @@ def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
     check_factor(X)
     launch.check("scale", scale, (X.shape[0],), X.device, like="X")
     return _compute(X, X, None, scale, 1.0, X.dtype, tile, squared=True)[0]
+
+
+def normalised_gram(
+    X: Tensor, squares: Tensor, noise: float, size: Tensor, *, tile: Tile | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute s^2 X X^T as :func:`gram` does, for s = 1 / ||X||, or 0 where X is negligible or its norm out of range.
+
+    Args:
+        X: (batch,m,k).
+        squares: (3,batch,parts) float32, contiguous, parts that add up to squared norms: of X, of what X was made from,
+            and of that of which this is a residual.
+        noise: ratio of the last two up to which X is negligible; nothing is where the last overflows.
+        size: (batch,).
+
+    Returns:
+        The product (batch,m,m), in the dtype of X; s, and size s (batch,), in float32.
+
+    Raises:
+        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
+    """
+    check_factor(X)
+    launch.check("squares", squares, (3, X.shape[0], squares.shape[-1]), X.device, (torch.float32,), like="X")
+    launch.check("size", size, (X.shape[0],), X.device, (torch.float16, torch.bfloat16, torch.float32), like="X")
+    inverse = torch.empty((X.shape[0], 2), dtype=torch.float32, device=X.device)
+    norm = squares.contiguous(), noise, inverse
+    D, _ = _compute(X, X, None, size, 1.0, X.dtype, tile, squared=True, norm=norm)
+    return D, inverse[:, 0], inverse[:, 1]
 
 
 def _check_factors(A: Operand, B: Operand) -> None:

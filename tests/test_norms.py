@@ -1,4 +1,4 @@
-"""Kernels of whole matrices' norms agree with their PyTorch form: a factor that normalises, and a bound on one."""
+"""Kernels that take norms of whole matrices agree with their PyTorch form: one normalises, one is held to a bound."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from prokl.backends.torch_pairs import PairedAlgebra as TorchPairs
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.backends.triton_pairs import PairedAlgebra as TritonPairs
 from prokl.kernels import launch
-from prokl.kernels.norms import inverse_norm
+from prokl.kernels.symmetric_product import gram, normalised_gram
 from prokl.pair import Pair
 from tests.kernel_cases import DEVICE, gaps
 
@@ -19,27 +19,28 @@ def parts_of(count, dtype, seed):
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("parts", [1, 7, 1500])
-def test_the_inverse_norm_is_zero_for_negligible_matrices(parts, dtype):
-    energy, size, whole = (parts_of(parts, dtype, seed) for seed in range(3))
+def test_a_gram_matrix_is_normalised_or_zero_if_negligible(parts):
+    energy, size, whole = (parts_of(parts, torch.float32, seed) for seed in range(3))
     size[1] = 1e-9 * whole[1]
     size[2], whole[2] = 0.0, 0.0
-    energy[3] = torch.finfo(dtype).tiny / (2 * parts)
-    energy[4] = torch.finfo(dtype).max / (2 * parts)
-    found = inverse_norm(energy, size, whole, 1e-6)
-    assert found.dtype == dtype and (found[1:] == 0).all()
-    # A tree of ten levels and a second tile, of half an eps each, halved by the root, which is rounded twice itself.
-    assert float(found[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=5 * torch.finfo(dtype).eps)
-    assert torch.equal(inverse_norm(gaps(energy), gaps(size), gaps(whole), 1e-6), found)
+    energy[3] = torch.finfo(torch.float32).tiny / (2 * parts)
+    energy[4] = torch.finfo(torch.float32).max / (2 * parts)
+    squares = torch.stack((energy, size, whole))
+    X, c = (torch.randn(5, *shape, generator=torch.Generator().manual_seed(4)).to(DEVICE) for shape in ((70, 20), ()))
+    D, inverse, scaled = normalised_gram(X, squares, 1e-6, c)
+    assert (inverse[1:] == 0).all() and torch.equal(scaled, inverse * c) and torch.equal(D, gram(X, inverse))
+    # Nine levels of a sum of 512, and two tiles of it, half an eps each, halved by the root, rounded twice itself.
+    assert float(inverse[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=1e-6)
+    assert all(map(torch.equal, normalised_gram(gaps(X), gaps(squares), 1e-6, gaps(c)), (D, inverse, scaled)))
 
 
-def test_wrong_arguments_raise_with_their_names():
-    t = parts_of(4, torch.float32, 0)
-    with pytest.raises(ValueError, match=r"full_size has shape \(5, 1\); must be \(5, 4\)"):
-        inverse_norm(t, t, t[:, :1], 0.0)
-    with pytest.raises(ValueError, match=r"must be \(B, parts\)"):
-        inverse_norm(t[0], t, t, 0.0)
+def test_wrong_squares_and_sizes_raise_with_their_names():
+    X, c = torch.ones(5, 3, 4, device=DEVICE), torch.ones(5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"squares has shape \(3, 4, 2\); must be \(3, 5, 2\)"):
+        normalised_gram(X, torch.ones(3, 4, 2, device=DEVICE), 0.0, c)
+    with pytest.raises(ValueError, match=r"size has shape \(4,\); must be \(5,\)"):
+        normalised_gram(X, torch.ones(3, 5, 2, device=DEVICE), 0.0, c[:4])
 
 
 @pytest.mark.usefixtures("poisoned_empty")

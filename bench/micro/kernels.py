@@ -30,7 +30,7 @@ from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots
-from prokl.kernels import admit, momentum, norms, product, project, split, symmetric_product, turn, weigh
+from prokl.kernels import admit, momentum, product, project, split, symmetric_product, turn, weigh
 from prokl.pair import Operand, parts
 
 BOTH = (FP32, BF16)
@@ -45,8 +45,6 @@ POLAR: dict[str, Any] = {"dtype": lambda s, d: d.polar}
 POLAR_OF: dict[str, Any] = {"polar": lambda s, d: d.polar}
 """The dtype of the low-rank part of the update."""
 WEIGHED = ("G mr", "M mr", "A mr", "B mr", "rows m+", "columns r+")
-NOISE = 1e-9
-"""Ratio of squared norms up to which a residual is negligible."""
 
 
 def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -156,18 +154,22 @@ def _momentum(
 
         def run() -> list[Any]:
             M, X, scale = ops.momentum(i["G"], i["M"], i["G_par"], i["U"], admitted, h, i.get("active"))
-            return [M] if X is None else [M, X if variant == "smok-hop" else Direction(X, scale)]
+            if variant != "pro-klshampoo":
+                return [M] if X is None else [M, X]
+            R, _, size = ops.normalised_gram(X, scale, a_L[:, 0])
+            return [M, R, Direction(X, size)]
 
         return run
 
-    name = f"momentum, {variant}" + " without bound" * (not scaled) + " active" * active + " of pairs" * pair
+    name = (
+        f"momentum, {variant}"
+        + " and Gram matrix" * (variant == "pro-klshampoo")
+        + " without bound" * (not scaled)
+        + " active" * active
+        + " of pairs" * pair
+    )
     own = {"module": momentum, "balanced": pair, "polar": variant == "pro-klshampoo"} | fields
     return Case(name, inputs, bind, **own)
-
-
-def _normalising(ops: Algebra, energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
-    negligible = size.sum(dim=1) <= NOISE * whole.sum(dim=1)
-    return torch.where(negligible, 0.0, energy.sum(dim=1).rsqrt())
 
 
 def _symmetric_RQ(i: Inputs, ops: Algebra) -> Callable[[], Tensor]:
@@ -240,9 +242,6 @@ KERNELS: tuple[Case, ...] = (
          over(_bounded_product), dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
     Case("product, not bounded", tensors("left mm", "x mr", "y rrT", "rows m+", **POLAR_OF), over(_bounded_product),
          module=product),
-    Case("inverse norm", tensors("energy m+", "size r+", "whole r+"),
-         over(_normalising, lambda energy, size, whole: norms.inverse_norm(energy, size, whole, NOISE)),
-         dtypes=(FP32, FP64), timed=(FP32,), module=norms),
     product_case("product", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     product_case("product B^T", "mr, rrT"),
     product_case("product V", "nmT, mr", ("C nr",), timed=(FP32,)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,6 +170,14 @@ class Algebra:
         """Return scale^2 X X^T: (B,m,k), (B,) or None for 1, symmetric (B,m,m)."""
         return self.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
 
+    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return scale^2 X X^T as :meth:`gram` does, for the factor that :meth:`momentum` leaves beside X.
+
+        Returns:
+            The product (B,m,m); the factor (B,), None for 1; and size (B,) times it.
+        """
+        return self.gram(X, scale), scale, size if scale is None else scale * size
+
     def shifted_polynomial(
         self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float
     ) -> tuple[Tensor, Tensor]:
@@ -224,7 +233,7 @@ class Algebra:
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
-    ) -> tuple[Tensor, Factor | None, Tensor | None]:
+    ) -> tuple[Tensor, Factor | None, Any]:
         """Do M <- mu M + g c G and, with G^ = a c G + b M, X = diag(a_L) (G^ - G^par U^T).
 
         Args:
@@ -234,7 +243,8 @@ class Algebra:
             active: (B,) bool, the matrices that step; None: all.
 
         Returns:
-            M; X; and a factor (B,) beside X, 1 / ||X||, None for 1. Newton-Schulz takes X in its own dtype. X is None
+            M; X; and a factor (B,) beside X, 1 / ||X||, None for 1, or for :meth:`normalised_gram` what it follows from
+            there. Newton-Schulz takes X in its own dtype. X is None
             where the complement takes no part in the direction. The factor, or X, is 0 where the residual may be
             rounding alone or X vanishes: Newton-Schulz would inflate it to a full step.
         """

@@ -52,13 +52,15 @@ def gram_runs(polynomials: Sequence[Polynomial]) -> list[list[Polynomial]]:
     return runs
 
 
-def standard(X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra) -> Tensor:
+def standard(
+    X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra, R: Tensor | None = None
+) -> Tensor:
     """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, once a polynomial, from scale X (B,m,n) of norm at most 1.
 
-    A scale stays beside X: what comes out is multiplied by it as well.
+    A scale stays beside X: what comes out is multiplied by it as well. R, if given, is the first A.
     """
     for a, b, c in polynomials:
-        A = ops.gram(X, scale)
+        A, R = ops.gram(X, scale) if R is None else R, None
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         X = ops.product(Z, X, C=X, beta=a)
     return X
@@ -88,6 +90,7 @@ def newton_schulz(
     ops: Algebra,
     *,
     turn: Tensor | None = None,
+    R: Tensor | None = None,
     gram: bool | None = None,
 ) -> Tensor:
     """Return Y with scale Y the Newton-Schulz result of scale X: leaving the scale beside them spares a pass over X.
@@ -99,6 +102,7 @@ def newton_schulz(
         polynomials: (a, b, c) of every iteration.
         ops: the algebra.
         turn: (B,m,m), multiplies the result from the left, as NS(Q X) = Q NS(X) for orthonormal Q; None is I.
+        R: scale^2 X X^T (B,m,m), where there is one.
         gram: form to use; None chooses by :func:`use_gram`.
 
     Returns:
@@ -109,13 +113,14 @@ def newton_schulz(
         gram = use_gram(X.shape[-2], X.shape[-1])
     Q = None if turn is None else turn.to(X.dtype)
     if not gram:
-        X = standard(X, scale, polynomials, ops)
+        X = standard(X, scale, polynomials, ops, R)
         return X if Q is None else ops.product(Q, X)
     runs = gram_runs(polynomials)
     for done, run in enumerate(runs, 1):
         if len(run) == 1 and done < len(runs):  # at the same cost without aI, whose rounding a large a would show
-            X = standard(X, scale, run, ops)
+            X = standard(X, scale, run, ops, R)
         else:
-            factor = gram_factor(ops.gram(X, scale), run, ops)
+            factor = gram_factor(ops.gram(X, scale) if R is None else R, run, ops)
             X = ops.product(ops.product(Q, factor) if done == len(runs) and Q is not None else factor, X)
+        R = None
     return X

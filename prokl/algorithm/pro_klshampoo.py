@@ -47,9 +47,9 @@ def step(
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
-        X = newton_schulz(X, scale, h.polynomials, ops, turn=turn)
         c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)  # 0.2 sqrt(n)
-        scale = c_a if scale is None else scale * c_a
+        R, inverse, scale = ops.normalised_gram(X, scale, c_a)
+        X = newton_schulz(X, inverse, h.polynomials, ops, turn=turn, R=R)
     elif X is not None and scale is not None:
         # Smok-Hop: Delta_res = mu_perp^-1/2 X, its norm at most usual sqrt(m (n - r)); scale is 1 / ||X||, or 0.
         most = usual * (m * (n - r)) ** 0.5 * scale / used.mu

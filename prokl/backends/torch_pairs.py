@@ -5,6 +5,8 @@ All of it is for arithmetic in float32. Dimension key: B matrices, m short side,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,6 @@ class PairedAlgebra(Algebra):
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Pair, U: Pair, admitted: Admitted, h: ProHyper, active: Tensor | None
-    ) -> tuple[Tensor, Factor | None, Tensor | None]:
+    ) -> tuple[Tensor, Factor | None, Any]:
         """Update M and form X from what the pairs hold."""
         return super().momentum(G, M, G_par.whole(), U.whole(), admitted, h, active)

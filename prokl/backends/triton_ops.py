@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from prokl.kernels import turn
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
 from prokl.kernels.momentum import momentum as launch_momentum
-from prokl.kernels.norms import inverse_norm
 from prokl.kernels.product import bounded_product, product, product_with_energies
 from prokl.kernels.project import project
 from prokl.kernels.stack import stack
@@ -36,6 +36,7 @@ from prokl.kernels.store import store
 from prokl.kernels.symmetric_product import (
     extrapolated,
     gram,
+    normalised_gram,
     shifted_polynomial,
     symmetric_polynomial,
     symmetric_product,
@@ -43,6 +44,15 @@ from prokl.kernels.symmetric_product import (
 )
 from prokl.kernels.usable import usable
 from prokl.kernels.weigh import weigh
+
+
+class Squares(NamedTuple):
+    """The factor that normalises X before it is formed, as :func:`normalised_gram` takes it."""
+
+    parts: Tensor
+    """(3,B,k), as the kernel of the momentum leaves them."""
+    noise: float
+    """Ratio of squared norms up to which X is negligible."""
 
 
 class TritonAlgebra(Algebra):
@@ -87,6 +97,12 @@ class TritonAlgebra(Algebra):
     def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
         """Return scale^2 X X^T."""
         return symmetric_product(X) if scale is None else gram(X, scale)
+
+    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return scale^2 X X^T, the scale, and size times it, in one launch."""
+        return (
+            normalised_gram(X, *scale, size) if isinstance(scale, Squares) else super().normalised_gram(X, scale, size)
+        )
 
     def projections(self, G: Tensor, M: Tensor, U: Factor, Q_S: Tensor) -> Projected:
         """Return G and M on the subspace in one launch, and both in the basis of S in another."""
@@ -133,8 +149,8 @@ class TritonAlgebra(Algebra):
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
-    ) -> tuple[Tensor, Factor | None, Tensor | None]:
-        """Update M in place and form X in one launch; what normalises it is left to the products where it can be."""
+    ) -> tuple[Tensor, Factor | None, Any]:
+        """Update M in place and form X in one launch; what normalises it is left to Newton-Schulz in bfloat16."""
         arithmetic, dtype = admitted.used.L.dtype, h.ns_dtype
         polar = h.variant in POLAR_VARIANTS
         # Halves of float64 would leave float32's range, in which they are multiplied: X is normalised before.
@@ -154,14 +170,16 @@ class TritonAlgebra(Algebra):
         )
         if X is None:
             return M, None, None
-        norm, size, full_size = squares
-        inverse = inverse_norm(norm, size, full_size, self.noise(G.shape[-1], squares.dtype, M.dtype) ** 2)
+        noise = self.noise(G.shape[-1], squares.dtype, M.dtype) ** 2
+        if half:
+            return M, X, Squares(squares, noise)
+        (norm, size, full_size), limits = squares.sum(dim=-1), torch.finfo(squares.dtype)
+        vanishes = (norm < limits.tiny) | (norm > limits.max / 4) | (size <= noise * full_size) & full_size.isfinite()
+        inverse = torch.where(vanishes, 0.0, norm.rsqrt())
         if not polar:
             return M, X, inverse
-        if not half:
-            assert isinstance(X, Tensor)
-            return M, (X * inverse[:, None, None]).to(dtype), None
-        return M, X, inverse
+        assert isinstance(X, Tensor)
+        return M, (X * inverse[:, None, None]).to(dtype), None
 
     def bounded_product(
         self,
