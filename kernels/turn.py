@@ -56,7 +56,7 @@ def turn_kernel(
                 x = tl.dot(s, _tile(T_ptr + matrix, o, o_n, R, SUM), x, input_precision=PRECISION, out_dtype=SUM)
         t = tl.trans(_tile(T_ptr + matrix, o_k, o_m, R, SUM))
         acc = tl.dot(t, x, acc, input_precision=PRECISION, out_dtype=SUM)
-    at = both_ptr + of_Q * (B.to(tl.int64) * R * R) + matrix + o_m[:, None] * R + o_n[None, :]
+    at = both_ptr + of_Q.to(tl.int64) * B * R * R + matrix + o_m[:, None] * R + o_n[None, :]
     tl.store(at, acc, (o_m[:, None] < R) & (o_n[None, :] < R))
 
 
