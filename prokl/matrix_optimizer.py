@@ -32,6 +32,9 @@ from prokl.engine.engine import Engine, Sharded
 from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d, without_effect
 from prokl.engine.weights import DEFAULTS, named, plain_group
 
+PATIENCE = 10
+"""Steps without a gradient of any weight, after which a warning says that nothing trains."""
+
 
 class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
@@ -40,6 +43,7 @@ class MatrixOptimizer(Optimizer):
     _advanced: ClassVar[Advanced]
     _process_group: Any = None
     _division: Division | None = None
+    _steps_in_vain: int | None = 0  # without a gradient of any weight; None once there was one, or it was told
     _adding = False  # True while the constructor adds one group after the other
 
     def __init__(
@@ -170,6 +174,18 @@ class MatrixOptimizer(Optimizer):
                 division = self._divided()
                 assert division is not None
                 messages = division.step(self._outer)
+        if self._steps_in_vain is not None:
+            trains = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            found = any(p.grad is not None for p in trains)
+            self._steps_in_vain = None if found else self._steps_in_vain + bool(trains)
+            if self._steps_in_vain == PATIENCE:
+                self._steps_in_vain = None
+                message = (
+                    f"None of the {len(trains)} weights of this optimizer had a gradient in its first {PATIENCE} "
+                    "steps, so nothing trains. It may have been made before fully_shard, from a copy of the model, or "
+                    "before a call that replaces parameters: make it of the parameters that backward() runs through."
+                )
+                messages = [*messages, message]
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss

@@ -193,3 +193,32 @@ def test_figures_of_a_spectrum_refuse_what_is_none(measure):
     for other in (0, -3, 2.5, True, "m"):
         with pytest.raises(ValueError, match=f"Invalid other_side={other!r}: must be an integer of at least 1"):
             diagnostics.gap_bound(SPECTRUM, 1, other)
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_an_optimizer_of_a_copy_says_once_that_nothing_trains(cls):
+    trained, of_copy = model(), cls(prokl.param_groups(model(), lr=0.02, adamw_lr=1e-3))
+    warned = []
+    for _ in range(25):
+        trained(torch.ones(2, 8)).sum().backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            of_copy.step()
+        warned.append([str(w.message) for w in found])
+    (message,) = warned[9]
+    assert "None of the 6 weights of this optimizer had a gradient in its first 10 steps" in message
+    assert not any(warned[:9] + warned[10:])
+
+
+@pytest.mark.parametrize("why", ["a late gradient", "all frozen", "no weights"])
+def test_steps_without_a_gradient_that_have_a_reason_say_nothing(why):
+    w = weight(4, 6)
+    w.requires_grad_(why != "all frozen")
+    optimizer = PRO([w])
+    if why == "no weights":
+        optimizer.param_groups[0]["params"] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in range(30):
+            w.grad = torch.ones(4, 6) if why == "a late gradient" and call == 9 else None
+            optimizer.step()
