@@ -92,7 +92,6 @@ def tracing() -> Iterator[list[Event]]:
         stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # none has memory
         stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
         stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // GPU_WORKSPACE_DIVISOR))
-        stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
         stack.enter_context(patch.object(Bucket, "_begin_what_was_zeroed", lambda self: None))  # it reads values
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))

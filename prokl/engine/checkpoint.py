@@ -238,7 +238,7 @@ def restore(
             if reason is not None:
                 raise ValueError(
                     f"The loaded state of {reason}. Load a state dict of the same optimizer, model, rank, "
-                    "init_eigenvalue and split."
+                    "init_eigenvalue and split: heads=False of prokl.param_groups keeps queries and keys whole."
                 )
             if entry:  # a copy: what was loaded goes on without this optimizer
                 entry = {key: _copied(value, p, weight.matrix) for key, value in entry.items()}

@@ -36,7 +36,7 @@ class SpecifiedBucket(Bucket):
                         stored=self._state_dtype,
                     )
                     new = in_eigenbases(after)
-                    roots = [value[None] for key, value in new.items() if key.startswith("inv_sqrt")]
+                    roots = [value.reshape(1, -1) for key, value in new.items() if key.startswith("inv_sqrt")]
                     learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
                     for key, value in new.items():
                         if learns or key in ALWAYS_MOVE:
