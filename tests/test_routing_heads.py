@@ -331,5 +331,8 @@ def test_whole_state_under_heads_is_refused_with_the_remedy():
     optimizers = [ProKLShampoo(param_groups(attention(num_heads=3), **RATES, heads=heads)) for heads in (False, True)]
     state = copy.deepcopy(train(optimizers[0], range(2)).state_dict())
     state["param_groups"] = optimizers[1].state_dict()["param_groups"]
-    with refused(optimizers[1], r"q_proj.weight.0 .* no tensor M_Q.0 .*heads=False of prokl.param_groups keeps queries and keys whole"):
+    with refused(
+        optimizers[1],
+        r"q_proj.weight.0 .* no tensor M_Q.0 .*heads=False of prokl.param_groups keeps queries and keys whole",
+    ):
         optimizers[1].load_state_dict(state)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.compile_report.launches import Launch, recording
@@ -92,6 +93,7 @@ def tracing() -> Iterator[list[Event]]:
         stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # none has memory
         stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
         stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // GPU_WORKSPACE_DIVISOR))
+        stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda t: 0))
         stack.enter_context(patch.object(Bucket, "_begin_what_was_zeroed", lambda self: None))  # it reads values
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))
