@@ -28,10 +28,9 @@ from prokl.algorithm.shapes import Rank
 from prokl.algorithm.signatures import with_own_errors
 from prokl.routing.layout import Layouts
 from prokl.routing.output_heads import OutputHeads
-from prokl.routing.owners import Owner, owners_of
-from prokl.routing.patterns import first_match, quoted
+from prokl.routing.owners import owners_of
 from prokl.routing.routes import ParamGroups, Route, table
-from prokl.routing.rules import choose, own_settings, undecayed, unfit, untrainable
+from prokl.routing.rules import choose, overruled, own_settings, quoted, undecayed
 
 
 @with_own_errors
@@ -172,7 +171,7 @@ def param_groups(
     later = False  # whether the matrix method takes what is frozen once it trains
     for p, of_p in owners.items():
         ruled = choose(of_p, heads_of_model.reason(of_p))
-        route = _overruled(ruled, of_p, *told, names)
+        route = overruled(ruled, of_p, *told, names)
         own = own_settings(p, of_p[0].name) if route.algorithm == "adamw" else ()
         later |= ruled.algorithm == "matrix" and p.is_floating_point() and not p.requires_grad
         if route.algorithm == "frozen":
@@ -215,34 +214,3 @@ def param_groups(
             group |= {"weight_decay": adamw_weight_decay if decays else 0.0} | dict(own)
         groups.append(group)
     return ParamGroups(groups, routes, rank is not None)
-
-
-def _overruled(
-    ruled: Route, owners: Sequence[Owner], matrix: Mapping[str, str], adamw: Mapping[str, str], names: bool
-) -> Route:
-    """Return the route of a parameter by rules 1 and 2, or else as the others have ruled."""
-    p, name, why = owners[0].p, owners[0].name, untrainable(owners)
-    if not p.requires_grad:
-        if not names or why or p.is_meta or 0 in (p.stride(i) for i, size in enumerate(p.shape) if size > 1):
-            reason = "requires_grad is False" + ("" if names else "; add it once it trains")
-            return replace(ruled, algorithm="frozen", reason=reason, decays=True, head=False)
-    if why:
-        raise ValueError(f"Parameter {name!r} can go to neither the matrix method nor AdamW: {why}.")
-    to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
-    if to_matrix is not None and to_adamw is not None:
-        raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
-    if to_adamw is not None:  # norms, gains and what is marked have no weight decay, whoever sends them there
-        return replace(ruled, algorithm="adamw", reason=to_adamw)
-    if to_matrix is None:
-        return ruled
-    if why := unfit(p):
-        raise ValueError(
-            f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
-            f"({why}); narrow the pattern and leave this parameter to AdamW."
-        )
-    if own := own_settings(p, name):
-        raise ValueError(
-            f"{to_matrix} matches {name!r}, whose _optim={dict(own)!r} has settings of AdamW's, which the matrix "
-            "method does not take: narrow the pattern, or remove them before making the groups, del parameter._optim."
-        )
-    return replace(ruled, algorithm="matrix", reason=to_matrix, decays=True, head=False)

@@ -1,9 +1,12 @@
-"""The rules of :func:`prokl.param_groups`: where a parameter goes, with what settings, and whether it can go at all."""
+"""The rules of :func:`prokl.param_groups`: where a parameter goes, by a user's patterns or by what it is."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -26,6 +29,82 @@ scales of heads."""
 Own = tuple[tuple[str, Any], ...]
 """Settings of a parameter's own, by name."""
 OWN: dict[str, Bound] = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
+
+
+def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Check that every pattern matches a name, and return each under the words that quote it.
+
+    Raises:
+        TypeError: a pattern is no string.
+        ValueError: a pattern matches no name.
+    """
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f'Invalid {argument}={patterns!r}: must be patterns of names, as in {argument}=["*.router.*"].')
+    by_quote = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not isinstance(pattern, str):
+            got = f"a {type(pattern).__name__}" if isinstance(pattern, (Tensor, nn.Module)) else repr(pattern)
+            raise TypeError(f"{argument} must hold patterns of names, got {got}; pass names, which are strings.")
+        if not any(_matches(pattern, name) for name in names):
+            raise ValueError(f"{argument}={pattern!r} matches no parameter; {_hint(pattern, names)}.")
+        by_quote[f"{argument}={pattern!r}"] = pattern
+    return by_quote
+
+
+def first_match(patterns: Mapping[str, str], owners: Sequence[Owner]) -> str | None:
+    """Return the first pattern that matches one of a parameter's names, as messages quote it; None if none does."""
+    return next((q for q, pattern in patterns.items() if any(_matches(pattern, o.name) for o in owners)), None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    bare = unwrapped_name(name)
+    return pattern in (name, bare) or fnmatchcase(name, pattern) or fnmatchcase(bare, pattern)
+
+
+def _hint(pattern: str, names: Sequence[str]) -> str:
+    """Return the pattern that was meant: a regular expression's, an index's, or that of a part of names."""
+    plain = re.sub(r"\[(\d+)\]", r".\1", pattern.strip("^$").replace(".*", "*").replace("\\.", "."))
+    forms = [form for text in (plain, unwrapped_name(plain)) for form in (text, f"*.{text}", f"{text}.*")]
+    for form in (*forms, f"*.{plain}.*", f"*{plain}", f"*{plain}*"):
+        count = sum(_matches(form, name) for name in names)
+        if count and form.strip("*."):
+            why = "patterns are fnmatch's, of names as PyTorch has them"
+            why = "patterns match whole names" if pattern in form else why
+            return f"{why}, and {form!r} matches {count}"
+    lower = {name.lower(): name for name in names}
+    nearest = get_close_matches(plain.lower(), lower, n=1, cutoff=0.8)
+    return f"the nearest name is {lower[nearest[0]]!r}" if nearest else "model.named_parameters() has the names"
+
+
+def overruled(
+    ruled: Route, owners: Sequence[Owner], matrix: Mapping[str, str], adamw: Mapping[str, str], names: bool
+) -> Route:
+    """Return the route of a parameter by rules 1 and 2, or else as the others have ruled."""
+    p, name, why = owners[0].p, owners[0].name, untrainable(owners)
+    if not p.requires_grad:
+        if not names or why or p.is_meta or 0 in (p.stride(i) for i, size in enumerate(p.shape) if size > 1):
+            reason = "requires_grad is False" + ("" if names else "; add it once it trains")
+            return replace(ruled, algorithm="frozen", reason=reason, decays=True, head=False)
+    if why:
+        raise ValueError(f"Parameter {name!r} can go to neither the matrix method nor AdamW: {why}.")
+    to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
+    if to_matrix is not None and to_adamw is not None:
+        raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
+    if to_adamw is not None:  # norms, gains and what is marked have no weight decay, whoever sends them there
+        return replace(ruled, algorithm="adamw", reason=to_adamw)
+    if to_matrix is None:
+        return ruled
+    if why := unfit(p):
+        raise ValueError(
+            f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
+            f"({why}); narrow the pattern and leave this parameter to AdamW."
+        )
+    if own := own_settings(p, name):
+        raise ValueError(
+            f"{to_matrix} matches {name!r}, whose _optim={dict(own)!r} has settings of AdamW's, which the matrix "
+            "method does not take: narrow the pattern, or remove them before making the groups, del parameter._optim."
+        )
+    return replace(ruled, algorithm="matrix", reason=to_matrix, decays=True, head=False)
 
 
 def untrainable(owners: Sequence[Owner]) -> str | None:
