@@ -1,4 +1,4 @@
-"""A report of what would run here, and why: ``python -m prokl.doctor``. A broken part costs its own line only."""
+"""Report the backends that would run here, and why: ``python -m prokl.doctor``. A broken part costs one line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from prokl import ops
 from prokl.backends import extension, toolkit
 
 Line = tuple[str, Callable[[], str]]
-"""A key, which stays the same from release to release, and what finds out."""
+"""A key, which stays the same from release to release, and a function that finds its value."""
 
 
 def describe(find_out: Callable[[], str]) -> str:
-    """Return one line: what was found, or why it cannot be told. A report goes on whatever is broken."""
+    """Call ``find_out``, and return its text on one line, or why it failed: a report goes on whatever is broken."""
     try:
         text = find_out()
     except Exception as error:
@@ -59,7 +59,7 @@ def _gpu(index: int) -> str:
 
 
 def lines() -> list[Line]:
-    """List what is installed, and what runs where."""
+    """List the installed parts, and the backend of each device."""
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     report: list[Line] = [
         ("python", lambda: f"{platform.python_version()} ({sys.executable})"),

@@ -63,7 +63,7 @@ def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
 
 
 def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
-    """Bound what one eigenvalue in the place of all beyond ``rank`` adds to the KL objective, in nats (Claim 1).
+    """Bound the rise of the KL objective, in nats, if one eigenvalue replaces all beyond ``rank`` (Claim 1).
 
     other_side (n - r) / 2 * log(AM / GM) of the tail; a common factor of the eigenvalues does not change it.
 
@@ -91,7 +91,7 @@ def _log_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
         )
     if (eigenvalues <= 0).any() or (eigenvalues.diff() > 0).any():
         raise ValueError(
-            "Invalid eigenvalues: must be above 0 and descend; clamp what rounding left below, and use "
+            "Invalid eigenvalues: must be above 0 and descend; clamp those that rounding left below, and use "
             ".sort(descending=True).values."
         )
     tail = eigenvalues[..., rank:].double()  # a bound of m (n - r) / 2 times a logarithm near 0

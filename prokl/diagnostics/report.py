@@ -28,7 +28,7 @@ OPS = Algebra(host_readable=False)
 BASES = ("U", "Q_L", "Q_R")
 """Q_S is a basis only just after a refresh."""
 FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
-"""Factors, and what an optimizer keeps of each: an inverse square root for every eigenvalue."""
+"""Factors, and the state that holds an inverse square root of every eigenvalue of each."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def scalars(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) ->
     over the smallest eigenvalue of L; ``clipped``, the steps that ``clip_threshold`` has bounded.
 
     From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
-    ``whitened_size``, what ``clip_threshold`` bounds, usually about 1; ``idle_rows``, the share of the gradient's rows
+    ``whitened_size``, which ``clip_threshold`` bounds, usually about 1; ``idle_rows``, the share of the gradient's rows
     or columns, whichever is larger, that are exactly zero; ``captured_energy``, ||GU||^2/||G||^2; and of the coming
     update D, without weight decay, ``update_rms``, its root mean square, ``update_to_weight``, lr ||D||/||W||, and
     ``subspace_share``, ||DU||^2/||D||^2. A weight without a gradient lacks them. NaN says that its gradient is not
@@ -144,7 +144,7 @@ def on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def _of_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Measure what takes no gradient, each (B,)."""
+    """Return the figures that need no gradient, each (B,)."""
     lowest, highest = state["inv_sqrt_lambda_L"].aminmax(dim=-1)
     figures = {"clipped": state["clipped"], "spread_L": (highest / lowest).square()}
     for key in BASES:
@@ -156,7 +156,7 @@ def _of_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_gradient(batch: Batch) -> dict[str, Tensor]:
-    """Measure what takes a gradient, each (B,); the batch's M_Q may be overwritten.
+    """Return the figures that need a gradient, each (B,); the batch's M_Q may be overwritten.
 
     NaN where a gradient is missing or not finite: such a weight will not move. Nor will one whose gradient is zero,
     unless nothing bounds its step: its sizes are 0, its shares NaN.

@@ -1,4 +1,4 @@
-"""A dozen numbers for a whole optimizer, and in words what looks wrong about them."""
+"""A dozen numbers for a whole optimizer, and a sentence for each of them that looks wrong."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Health:
 @torch.no_grad()
 @without_autocast
 def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, since: Health | None = None) -> Health:
-    """Return a dozen numbers for the whole optimizer, and in words what looks wrong; waits for the device once.
+    """Return a dozen numbers for the optimizer, and a sentence for each that looks wrong; wait for the device once.
 
-    Call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``. Numbers that nothing is there for are
-    left out: before the first step, without gradients, and of a method without a subspace.
+    Call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``. Some numbers
+    are left out before the first step, without gradients, and of a method without a subspace.
 
     Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`; of the
     orthogonality of all bases. NaN is worse than any number, and no part of a median. A weight of zeros has no
@@ -77,8 +77,8 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     Args:
         optimizer: as in :func:`scalars`.
         model: likewise.
-        since: what the last call returned; None counts from the start of the state. What counts less than it did then
-            was made anew, and counts from its start.
+        since: the result of the last call; None counts from the start of the state. A count that is lower than it was
+            then has begun anew, and counts from its start.
 
     Raises:
         TypeError: another optimizer, or a ``since`` that is no :class:`Health`. ValueError: ``model`` as in
@@ -151,7 +151,7 @@ def _words(
     without: Sequence[str],
     moving: int,
 ) -> Iterator[str]:
-    """Say what looks wrong about the numbers, and about the weights ``without`` a gradient of ``moving``."""
+    """Yield a sentence for each number that looks wrong; ``without`` are those of ``moving`` that lack a gradient."""
     if without and len(without) < moving:
         yield (
             f"{len(without)} of {moving} weights have no gradient ({_some(without)}) and do not move. Freeze what is "

@@ -131,10 +131,9 @@ def matrix_name(member: Member, name: str, b: int) -> str:
 
 
 def counts(engine: Engine, model: nn.Module | None) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Return what is counted without a gradient at hand.
+    """Return two counts: steps of every matrix by its name, and gradients that were not finite by weight or piece.
 
-    The steps of every matrix by its name, -1 before its first usable gradient, if it may move; and by weight, and by
-    piece of a split one, the gradients that were not finite.
+    A matrix that may move has -1 steps before its first usable gradient.
     """
     steps: dict[str, int] = {}
     skipped: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """Tell how weights are stored: (in, out) or (out, in), and which are several matrices on top of each other.
 
-Only what is certain from the module: its class, its own settings, or a name that stands for one layout wherever it is
-used. Interleaved pieces (Falcon's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
+The module says so for certain: by its class, by its own settings, or by a name that stands for one layout wherever it
+is used. Interleaved pieces (Falcon's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
 
 Queries and keys divide by attention's heads. Their number is taken where the module that holds the projection, or the
 one that holds that, states it, and its rows are just so many heads. Nothing follows from a number that merely divides
@@ -69,7 +69,7 @@ def stored_transposed(o: Owner) -> bool:
 
 
 def fused(o: Owner, rows: int) -> Split:
-    """Return into how many equal pieces, or into pieces of what sizes, ``rows`` outputs divide; None for one."""
+    """Return the number of equal pieces, or the sizes of pieces, into which ``rows`` outputs divide; None for one."""
     p = o.p
     if o.in_proj:
         return 3
@@ -239,9 +239,10 @@ def by_heads(
 ) -> tuple[list[int] | None, str]:
     """Divide the queries and keys of a weight, stored (in, out) if ``transposed``, by heads.
 
-    ``sizes`` are the rows of its pieces, and ``told`` how many heads the first one has, None for what modules say; it
-    is ``unsplit`` if its name is that of several matrices and it is one. Returns the rows of all pieces and what the
-    table says: None and "" where none makes queries or keys. Raises NotByHeads where no number fits.
+    ``sizes`` are the rows of its pieces, and ``told`` is the number of heads of the first one, None if modules state
+    it. A weight is ``unsplit`` if its name is that of several matrices and it is read as one. Returns the rows of all
+    pieces and a note for the table, or None and "" if no piece makes queries or keys. Raises NotByHeads if no number
+    fits.
     """
     o, letters = next(((o, roles) for o in owners if (roles := _roles(o, len(sizes)))), (owners[0], ""))
     if told is None and not letters:

@@ -1,4 +1,4 @@
-"""Output heads: what a model's structure says about them, and where it says nothing, the names of its modules."""
+"""Find a model's output heads: by its structure, and where that says nothing, by the names of its modules."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OutputHeads:
     def _ask(self, modules: Sequence[tuple[Path, nn.Module]], matrices: Iterable[Path]) -> None:
         """Ask the model, and models inside it, by their own methods which layers are the output.
 
-        Of a module that holds others, what gives the output is itself, or the last of ``matrices`` in it.
+        The output of such a layer's module is given by itself, or by the last of ``matrices`` in it.
         """
         paths = {module: path for path, module in modules}
 
@@ -110,10 +110,10 @@ class OutputHeads:
                     state(cluster, "cluster of AdaptiveLogSoftmaxWithLoss")
 
     def _counted(self, o: Owner) -> str | None:
-        """Return what says that this layer has an output per word or label, if that is certain.
+        """Return why this layer has an output per word or label for certain; None if it has not.
 
-        It is certain for a layer outside repeated blocks where nothing in the model takes that many inputs, so that a
-        hidden size which happens to be the same says nothing.
+        That is certain outside repeated blocks if nothing in the model takes so many inputs: then the number is no
+        hidden size.
         """
         if o.path not in self._layers or _in_copy(_without_index(o.path)):
             return None
@@ -126,11 +126,11 @@ class OutputHeads:
         return next((f"output head, {what}" for what in counted), None)
 
     def _closing_layers(self, owners: Mapping[Tensor, Sequence[Owner]], matrices: Sequence[Owner]) -> dict[Path, str]:
-        """Return the linear layers that end a model of which nothing else says what its head is: fc2, policy and value.
+        """Return the linear layers that end a model in which no other sign of a head was found: fc2, policy and value.
 
-        They lie directly in it and come after all other weights, take what another layer gives, and give what none
-        takes. What gives sizes that the model works with (a projection, the output of an autoencoder) is none, and a
-        model that has a method to tell its head and tells none, as transformers' CLIP, is taken at its word.
+        They lie directly in it and come after all other weights. Their inputs are another layer's outputs, and their
+        outputs are no layer's inputs, unlike those of a projection or an autoencoder. A model that has a method to tell
+        its head and tells none, as transformers' CLIP, is taken at its word.
         """
         closing: dict[Path, str] = {}
         held = [o for of_p in owners.values() for o in of_p]
@@ -181,7 +181,7 @@ class OutputHeads:
         others = {*inside} - {path, head} - self._hidden
         if path not in inside or any(_says_head(other[-1]) for other in others):
             return False  # decode_head.linear_fuse beside decode_head.classifier
-        alone = len(inside) == 1 and path != head  # a dense alone is what comes before a head that lies elsewhere
+        alone = len(inside) == 1 and path != head  # a dense alone comes before a head that lies elsewhere
         return path == inside[-1] and not (alone and path[-1] == "dense")
 
     def _inside(self, container: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""One record for every name of a parameter: who holds it there, and what its module says of it.
+"""One record for every name of a parameter: the module that holds it there, and the kind of layer that this is.
 
 Modules of a model that was exported or scripted are of one class all. A graph says of every operation in which module
 of which class it was, a script the name of each module's class. Where neither does, a weight's shape tells: a matrix is
@@ -31,7 +31,7 @@ class Owner:
         module: the module that holds it.
         cls: the module's class, where a model was exported or scripted the one that it had before.
         kind: the name of that class.
-        around: the module that holds this one, whatever wraps it, then what holds that, up to the model.
+        around: the module that holds this one, past any wrapper, then the next one outwards, up to the model.
         path: the module's path in lower case, without wrappers.
         last: the last component of that; "" of the model itself.
         written: the parameter's own name; "weight" of the one that a norm of weights makes a weight of.
@@ -41,9 +41,9 @@ class Owner:
         conv1d: True for the weight, (in, out), of transformers' ``Conv1D`` or a copy of it: a linear layer.
         convolution: True for all of a convolution, by its type or the name of its class.
         layer: True for the weight of one of these, of at least two dimensions.
-        raw: True unless it is the weight of a layer, which says what it is for; else its name is asked.
-        embedding: True for what an embedding holds, torch's or one named so.
-        norm: True for what a norm holds, torch's or one named so.
+        raw: True unless it is the weight of a linear layer or a convolution; only then its name counts.
+        embedding: True if an embedding holds it, torch's or one named so.
+        norm: True if a norm holds it, torch's or one named so.
         in_proj: True for the three fused projections of ``nn.MultiheadAttention``.
         recurrent: True for the weight of a recurrent module.
         gated: True for such a one that maps to all gates at once (weight_hr, an LSTM's projection, does not).
@@ -112,7 +112,7 @@ def owners_of(model: nn.Module) -> tuple[dict[Tensor, list[Owner]], str | None]:
 
 
 def _normed(module: nn.Module, attr: str) -> bool:
-    """Return True for what torch's weight norm, former spectral norm or pruning makes the layer's weight of."""
+    """Return True if torch's weight norm, former spectral norm or pruning computes the layer's weight from it."""
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
     held = module._parameters
@@ -174,7 +174,7 @@ def _has_graph(module: nn.Module) -> bool:
 
 
 def asked(model: nn.Module, method: str) -> Any:
-    """Return what a method of a model gives; nothing, (), where it has none or fails."""
+    """Call a method of a model, and return its result; () where there is no such method, or it fails."""
     ask = getattr(model, method, None)
     try:
         return ask() if callable(ask) else ()

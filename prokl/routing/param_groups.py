@@ -1,4 +1,4 @@
-"""Parameter groups for a whole model: what goes to the matrix method, what to AdamW, and why.
+"""Parameter groups for a whole model: which weights go to the matrix method, which to AdamW, and why.
 
 The matrix method is for weights that map hidden vectors to hidden vectors. Embeddings and output heads are
 tables over a vocabulary, norms and biases are vectors: as in the paper's experiments, AdamW trains those.
@@ -54,7 +54,7 @@ def param_groups(
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
 
-    Print the result to see what went where and why, and which output heads were found. A parameter that has several
+    Print the result to see where each weight went and why, and which output heads were found. A parameter with several
     names (a tied or shared one) is routed once, by the first of these rules that holds for it under any of its names:
 
     1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
@@ -69,11 +69,11 @@ def param_groups(
     6. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
     7. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token
        (``pos_emb``, ``wpe``, ``cls_token``) or bias (``experts.down_bias``): AdamW.
-    8. It is an output head: AdamW. Structure comes first: what ``get_output_embeddings()`` or ``get_classifier()``
-       of a model return, the clusters of an ``nn.AdaptiveLogSoftmaxWithLoss``, a layer outside repeated blocks with
-       ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes`` outputs, or as many as the largest
-       embedding has rows, if nothing in the model takes that many inputs, and the last linear layer of a model that is
-       an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and the like
+    8. It is an output head: AdamW. Structure comes first: the results of ``get_output_embeddings()`` and
+       ``get_classifier()`` of a model, the clusters of an ``nn.AdaptiveLogSoftmaxWithLoss``, a layer outside repeated
+       blocks with ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes`` outputs, or as many as the
+       largest embedding has rows, if nothing in the model takes that many inputs, and the last linear layer of a model
+       that is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and the like
        anywhere, ``head``, ``classifier``, ``output`` and the like outside repeated blocks, and of several layers in
        such a module the last. A router is none, nor a layer whose outputs the next one takes. Last, where none of this
        finds any head: the linear layers that come after all other weights, directly in the model, each taking what
@@ -87,9 +87,9 @@ def param_groups(
     13. 2-D: matrix. That a module multiplies its own parameter as a matrix is a guess, which the table says.
     14. Anything left has four dimensions or more and is no convolution: AdamW.
 
-    What a model, or a module in it, names in ``no_weight_decay()`` and ``no_weight_decay_keywords()``, as timm's do,
-    and what is marked ``_no_weight_decay`` has no weight decay in either method. What ``torch.compile``, DDP, FSDP,
-    activation checkpointing or peft put into a name does not count in any rule.
+    Parameters that a model, or a module in it, names in ``no_weight_decay()`` or ``no_weight_decay_keywords()``, as
+    timm's do, and those that are marked ``_no_weight_decay`` have no weight decay in either method. Components of names
+    that ``torch.compile``, DDP, FSDP, activation checkpointing or peft add count in no rule.
 
     A weight that its module is known to store (in, out) is read so, and one whose outputs are several maps of one
     input as several matrices: ``in_proj_weight``, the gates of ``nn.LSTM`` and ``nn.GRU``, fused q, k and v or gate
@@ -116,11 +116,12 @@ def param_groups(
             whole) or their sizes, as in ``{"*.qkv.weight": 3, "*.kv.weight": (64, 32)}``.
         transposed: patterns of weights that are stored (in, out).
         heads: whether queries and keys divide by heads where their modules say how many there are; or numbers of heads
-            by patterns, as in ``{"*.query.weight": 12}``, beside what modules say. A fused weight has so many heads of
-            queries (of keys, where it makes none), any other weight so many pieces; 1 leaves a weight as it is.
+            by patterns, as in ``{"*.query.weight": 12}``, beside those that modules state. A fused weight has so many
+            heads of queries (of keys, where it makes none), any other weight so many pieces; 1 leaves a weight as it
+            is.
         names: False for groups of bare parameters, for code that adds groups without names or divides them
             (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``).
-            What is frozen is left out of them, as such code adds what it unfreezes.
+            Frozen parameters are left out of them, as such code adds those that it unfreezes.
 
     Returns:
         The groups: matrix, AdamW with its weight decay, AdamW without, and one for every other ``_optim`` or decay that
@@ -132,7 +133,7 @@ def param_groups(
         TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, a pattern is no string, or an argument
             is not known or missing.
         ValueError: a hyper-parameter, or one in ``_optim``, is out of bounds; a pattern matches nothing, clashes with
-            another one, or asks the matrix method for what it cannot take, or for what has ``_optim``; a number of
+            another one, or gives the matrix method a weight that it cannot take, or one with ``_optim``; a number of
             heads does not divide the rows; a parameter can be trained by neither method or has no shape yet; none
             requires grad; or none goes to the matrix method, now or once it is no longer frozen.
     """
@@ -168,7 +169,7 @@ def param_groups(
     by_mark = undecayed(model)
     routes: list[Route] = []
     members: dict[tuple[Any, ...], list[tuple[Route, Tensor]]] = {}
-    later = False  # whether the matrix method takes what is frozen once it trains
+    later = False  # whether the matrix method takes a frozen weight once it trains
     for p, of_p in owners.items():
         ruled = choose(of_p, heads_of_model.reason(of_p))
         route = overruled(ruled, of_p, *told, names)

@@ -1,4 +1,4 @@
-"""The result of :func:`prokl.param_groups`: groups that print themselves as a table of what went where, and why."""
+"""The result of :func:`prokl.param_groups`: groups that print themselves as a table of all weights, with reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Route:
             the matrix method; a tuple where the pieces of a split weight have several.
         reason: why.
         transposed: True if the matrix method reads it as stored (in, out).
-        split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
+        split: the number of equal pieces, or the sizes of the pieces, of its outputs; None for one.
         frozen: True if it did not require grad when the groups were made.
         head: True if it is an output head, of which AdamW has the weight.
         decays: True if its algorithm's weight decay applies to it.
@@ -127,7 +127,7 @@ def _ranges(numbers: Sequence[str]) -> str:
 
 
 def _heads(routes: Sequence[Route]) -> str:
-    """Say which output heads were found by what, or what to write where none was."""
+    """Name the output heads with the reasons, or say how to name one where none was found."""
     heads = [f"{route.names[0]} ({route.reason})" for route in routes if route.head]
     if heads:
         more = f", and {len(heads) - 3} more" if len(heads) > 3 else ""

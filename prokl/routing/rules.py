@@ -1,4 +1,4 @@
-"""The rules of :func:`prokl.param_groups`: where a parameter goes, by a user's patterns or by what it is."""
+"""The rules of :func:`prokl.param_groups`: where a parameter goes, by patterns, by its module or by its name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ELEMENTWISE = re.compile(
     r"(^|_)logs?(_|$)|(^|_)(a|lambda)s?_(re|im|real|imag)$|(^|_)(decay|scale|gain|gamma|temperature|mask)s?$"
     r"|^time_(first|faaaa|mix_\w+|maa_[a-z])$"
 )
-"""Names of what acts element by element: Mamba's A_log, S4D's log_A_real and A_imag, RWKV's time_decay and time_faaaa,
-scales of heads."""
+"""Names of parameters that act element by element: Mamba's A_log, S4D's log_A_real and A_imag, RWKV's time_decay and
+time_faaaa, scales of heads."""
 Own = tuple[tuple[str, Any], ...]
 """Settings of a parameter's own, by name."""
 OWN: dict[str, Bound] = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
@@ -90,7 +90,7 @@ def overruled(
     to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
     if to_matrix is not None and to_adamw is not None:
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
-    if to_adamw is not None:  # norms, gains and what is marked have no weight decay, whoever sends them there
+    if to_adamw is not None:  # norms, gains and marked ones have no weight decay, whoever sends them there
         return replace(ruled, algorithm="adamw", reason=to_adamw)
     if to_matrix is None:
         return ruled
@@ -209,7 +209,7 @@ def own_settings(p: Tensor, name: str) -> Own:
 
 
 def undecayed(model: nn.Module) -> dict[str, str]:
-    """Return the parameters that are to have no weight decay by what marks them or a module around them says so."""
+    """Return the parameters that a mark or a module around them says not to decay, by name, with the mark or method."""
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
         answers = [asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords")]
