@@ -73,11 +73,11 @@ def param_groups(
        ``get_classifier()`` of a model, the clusters of an ``nn.AdaptiveLogSoftmaxWithLoss``, a layer outside repeated
        blocks with ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes`` outputs, or as many as the
        largest embedding has rows, if nothing in the model takes that many inputs, and the last linear layer of a model
-       that is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and the like
-       anywhere, ``head``, ``classifier``, ``output`` and the like outside repeated blocks, and of several layers in
-       such a module the last. A router is none, nor a layer whose outputs the next one takes. Last, where none of this
-       finds any head: the linear layers that come after all other weights, directly in the model, each taking what
-       another gives and giving what none takes (``fc2``, ``policy`` and ``value``).
+       that is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and
+       the like anywhere, ``head``, ``classifier``, ``output`` and the like outside repeated blocks, and of several
+       layers in such a module the last. A router is none, nor a layer whose outputs the next one takes. Last, where
+       none of this finds any head: the linear layers that come after all other weights, directly in the model, each
+       taking another's outputs and giving what none takes (``fc2``, ``policy`` and ``value``).
     9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
        weight of a layer (a gain or a bias stored as a matrix).
     10. Weights of linear layers, ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
