@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from bench import clock, optimizers
 from bench.command import UsageError
-from bench.models import Transformer
 from bench.optimizers import Hyper
-from bench.training.run import Record, Scale, mean_loss, state_bytes
+from bench.training.run import Record, Scale, backward, drawn, mean_loss, set_rates, state_bytes
 from bench.training.schedules import linear
 from bench.training.sources import Batch, Source
 
@@ -44,7 +42,7 @@ class Compiled:
                 f"{source.name} holds out {len(every[0][0])} windows of {context} tokens, and one forward pass takes "
                 f"{self.size}; give more data for validation, or a smaller --micro-batch"
             )
-        self.model = self._drawn(0).to(device)
+        self.model = drawn(scale, source, 0).to(device)
         self._start: tuple[int, dict[str, Tensor]] | None = None
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -72,10 +70,7 @@ class Compiled:
         for stop in self.marks(steps):
             losses, times = [], [clock.mark(self.device)]
             for step in range(done, stop):
-                factor = linear(step, steps, WARMUPS)
-                for optimizer, its in zip(own, peaks, strict=True):
-                    for group, peak in zip(optimizer.param_groups, its, strict=True):
-                        group["lr"] = peak * factor
+                set_rates(own, peaks, linear(step, steps, WARMUPS))
                 losses.append(self._pass(seed, step))
                 times.append(clock.mark(self.device))
                 before = perf_counter()
@@ -114,11 +109,6 @@ class Compiled:
         along = {steps * i // self.scale.evaluations for i in range(1, self.scale.evaluations + 1)}
         return sorted({max(1, steps // FIRST_MARK), *along} - {0})
 
-    def _drawn(self, seed: int) -> torch.nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return Transformer(replace(self.scale.config, vocabulary=self.source.vocabulary))
-
     def _restart(self, seed: int) -> None:
         """Give the weights the values that they start from, and free all that the run before has left."""
         if self.device.type == "cuda":
@@ -126,7 +116,7 @@ class Compiled:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         if self._start is None or self._start[0] != seed:
-            self._start = seed, self._drawn(seed).state_dict()
+            self._start = seed, drawn(self.scale, self.source, seed).state_dict()
         self.model.load_state_dict(self._start[1])
         self.model.zero_grad()
         torch.manual_seed(seed)
@@ -141,13 +131,8 @@ class Compiled:
     def _pass(self, seed: int, step: int) -> Tensor:
         """Add the gradient of a step's batch; return the mean loss, () on the device."""
         s = self.scale
-        inputs, targets = self._here(self.source.training_batch(seed, step, s.batch, s.config.context))
-        parts = []
-        for x, y in zip(inputs.split(self.size), targets.split(self.size), strict=True):
-            loss = self.loss(x, y) * (len(x) / len(inputs))
-            loss.backward()
-            parts.append(loss.detach())
-        return torch.stack(parts).sum()
+        batch = self._here(self.source.training_batch(seed, step, s.batch, s.config.context))
+        return backward(self.loss, *batch, self.size)
 
     def _time_passes(self) -> float:
         """Return the seconds of forward and backward; the first one compiles."""

@@ -1,7 +1,7 @@
 """One run: an optimizer trains a model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -72,6 +72,30 @@ def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor, autocast: bool)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def drawn(scale: Scale, source: Source, seed: int) -> nn.Module:
+    """Return the model of a scale, with the vocabulary of the data, where runs of this seed start."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Transformer(replace(scale.config, vocabulary=source.vocabulary))
+
+
+def backward(loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor, size: int) -> Tensor:
+    """Add the gradient of a batch's mean loss, ``size`` sequences at a time; return the loss, ()."""
+    total = torch.zeros((), device=inputs.device)
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        part = loss(x, y) * (len(x) / len(inputs))
+        part.backward()
+        total += part.detach()
+    return total
+
+
+def set_rates(optimizers: Sequence[Optimizer], peaks: Sequence[Sequence[float]], factor: float) -> None:
+    """Give every group of the optimizers its peak rate times a factor."""
+    for optimizer, own in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = peak * factor
+
+
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
     """Return the bytes of all tensors of optimizers' state."""
     leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
@@ -89,12 +113,10 @@ class Run:
         self.device = torch.device(device)
         self.done = 0  # steps
         self.schedule = SCHEDULE[scale.config.family]
-        size = scale.micro_batch or scale.batch
-        batches = source.validation_batches(scale.eval_windows, size, scale.config.context)
+        self.size = scale.micro_batch or scale.batch
+        batches = source.validation_batches(scale.eval_windows, self.size, scale.config.context)
         self.validation = [self._here(batch) for batch in batches]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model = Transformer(replace(scale.config, vocabulary=source.vocabulary)).to(device)
+        self.model = drawn(scale, source, seed).to(device)
         state_dtype = None if scale.state_dtype is None else getattr(torch, scale.state_dtype)
         self.optimizers = optimizers.build(self.model, hyper, state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
@@ -124,19 +146,13 @@ class Run:
         """Train on one batch with the learning rates times a factor, or record divergence."""
         start = self._clock()
         self.model.zero_grad()
-        total, size = torch.zeros((), device=self.device), self.scale.micro_batch or len(inputs)
-        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-            loss = self.loss(x, y) * (len(x) / len(inputs))  # so that gradients are those of the whole batch
-            loss.backward()
-            total += loss.detach()
-        value = total.item()
+        value = backward(self.loss, inputs, targets, self.size).item()
         if not math.isfinite(value):
             self.record.diverged_at = self.done + 1
             return
         middle = self._clock()
-        for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+        set_rates(self.optimizers, self.peak_lrs, factor)
+        for optimizer in self.optimizers:
             optimizer.step()
         end = self._clock()
         self.record.losses.append(value)
