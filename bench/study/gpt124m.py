@@ -67,10 +67,8 @@ KEY = ("data_sha256", "vocabulary", *OWN)
 FILE = "gpt-124m.csv"
 CURVES = "gpt-124m-curves.csv"
 
-
-ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = (
-    *("AdamW", "Pro-KLShampoo", "Muon, momentum 0.9", "KL-Shampoo", "Muon", "Pro-KLShampoo, paper's form", "SOAP"),
-)
+ADAMW, OURS, MUON_9, KL = "AdamW", "Pro-KLShampoo", "Muon, momentum 0.9", "KL-Shampoo"
+MUON, PAPER, SOAP = "Muon", "Pro-KLShampoo, paper's form", "SOAP"
 FORMS = {
     ADAMW: Hyper("adamw", 4e-3),
     OURS: Hyper(PRO, 3e-2),

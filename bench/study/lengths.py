@@ -70,8 +70,8 @@ FORMS: dict[str, Form] = {
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
     "pro-klshampoo-heads": _form("pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, by heads", qk_pieces=HEADS),
     "pro-klshampoo-paper": _form(
-        *("pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True),
-        **{"rank": RANK, "alpha_kl": 0.01, "preset": "paper", "bounded": False},
+        "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
+        rank=RANK, alpha_kl=0.01, preset="paper", bounded=False,
     ),
     "soap": _form("soap", 3e-3, 0, 0),
     "normuon": _form("normuon", 2e-2, -2, 0),
@@ -82,7 +82,7 @@ FORMS: dict[str, Form] = {
     "online-kl-shampoo-0.9": _form(
         "online-kl-shampoo", 9.434e-2, -5, -4, f"Online KL-Shampoo{_FASTER}", momentum=0.9, beta2=0.9
     ),
-}
+}  # fmt: skip
 """Forms by name, in the order in which they are trained. Rates are README's of this package, the class's of torch's
 AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors' of both its forms, and of the others those of the
 packages' classes; centres were chosen after the runs of 400 steps that findings.md has, and for methods without one by
