@@ -32,7 +32,7 @@ ToolkitError = toolkit.ToolkitError
 MODES = ("auto", "1", "0")
 USUAL_ARCHITECTURES = ("80", "90", "100")
 COMPILE = ("-std=c++17", "-O3", "-Xptxas", "-v")
-"""All that decides what a kernel becomes; bench/compile_report/csrc.py compiles with the same."""
+"""All that decides what a kernel becomes; bench/compile_report/csrc.py reads what ptxas says of it."""
 HOST = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 LINK = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 """The runtime is linked in, so that the module imports without CUDA, and hidden: torch brings one of its own, whose

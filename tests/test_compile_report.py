@@ -114,23 +114,23 @@ ptxas info    : Function properties for _ZN5prokl7reverseIdEEvPT_i
 ptxas info    : Used 128 registers, used 1 barriers, 56 bytes cumulative stack size, 364 bytes cmem[0]
 ptxas info    : Compile time = 1.511 ms
 """
-SUMS = csrc.Row("qr.cu", "_ZN5prokl4sumsIfLi4EEEvPT_i", "80", 18, 1024, 0)
-REVERSE = csrc.Row("qr.cu", "_ZN5prokl7reverseIdEEvPT_i", "90a", 128, 0, 156)
+SUMS = csrc.Row("_ZN5prokl4sumsIfLi4EEEvPT_i", "80", 18, 1024, 0)
+REVERSE = csrc.Row("_ZN5prokl7reverseIdEEvPT_i", "90a", 128, 0, 156)
 CALLED = """ptxas info    : Function properties for _ZN5prokl6helperIfEET_S1_i
     32 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 """
 
 
 def test_every_figure_is_read_for_the_kernel_it_belongs_to():
-    assert csrc.parse(LOG, "qr.cu") == [SUMS, REVERSE]
+    assert csrc.parse(LOG) == [SUMS, REVERSE]
     # What a called function spills counts for the kernel before it.
-    assert csrc.parse(LOG + CALLED, "qr.cu") == [SUMS, replace(REVERSE, spilled=200)]
-    assert csrc.parse("ptxas info    : 0 bytes gmem\n" + CALLED, "qr.cu") == []
+    assert csrc.parse(LOG + CALLED) == [SUMS, replace(REVERSE, spilled=200)]
+    assert csrc.parse("ptxas info    : 0 bytes gmem\n" + CALLED) == []
 
 
 def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
     rows = [SUMS, replace(REVERSE, arch="90")]
-    monkeypatch.setattr(csrc, "report", lambda jobs: (rows, csrc.complaints(rows)))
+    monkeypatch.setattr(csrc, "report", lambda: (rows, csrc.complaints(rows)))
     monkeypatch.setattr(launch_module, "INTERPRETED", False)
     monkeypatch.setattr(triton_kernels, "report", lambda jobs: ([Row("split", 90, 18, 0, 0)], []))
     assert compile_report.main(["csrc"]) == 1 and compile_report.main(["aot"]) == 0
@@ -144,7 +144,7 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
 @pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="needs nvcc")
 @pytest.mark.slow
 def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
-    rows, wrong = csrc.report(os.cpu_count())
+    rows, wrong = csrc.report()
     assert not wrong
     kernels = {
         name

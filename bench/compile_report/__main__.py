@@ -1,6 +1,6 @@
 """Compile the kernels without a GPU, and report registers, shared memory and stack: ``python -m bench.compile_report``.
 
-``aot`` compiles every Triton kernel for sm_80, 90 and 100; ``csrc`` has nvcc compile csrc/. Exit status 1: a kernel
+``aot`` compiles every Triton kernel for sm_80, 90 and 100; ``csrc`` builds csrc/. Exit status 1: a kernel
 spills more than a little, takes more shared memory than there is, or does not compile. ``pack`` is ``./run prepare``;
 ``unpack`` takes up what it made.
 """
@@ -19,7 +19,7 @@ def report(name: str) -> tuple[Sequence[Any], list[str]]:
     if name == "csrc":
         from bench.compile_report import csrc
 
-        return csrc.report(cores())
+        return csrc.report()
     if importlib.util.find_spec("triton") is None:
         raise UsageError("Triton is not installed: pip install triton, or choose csrc")
     from prokl.kernels import launch
