@@ -19,10 +19,9 @@ import torch
 from bench import command
 from bench.micro.case import Case, Sizes, complaint, numbers
 from bench.micro.kernels import KERNELS
-from bench.shapes import ParameterSet
+from bench.shapes import ParameterSet, Problem, Shape
 from bench.timing import agreement
 from bench.timing.entries import Entry, pro
-from bench.timing.problem import Problem, Shape
 from bench.timing.runs import TimedRun
 from prokl import doctor
 from prokl.algorithm.settings import PRECISIONS

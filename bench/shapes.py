@@ -1,9 +1,13 @@
-"""The parameter sets that are measured: matrix weights of the paper's models, and small ones for a CPU.
+"""The parameter sets that are measured: weights of the paper's models, small ones for a CPU, and gradients for them.
 
 Embeddings, output heads and norms are no matrix weights here: AdamW steps them under every optimizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from bench.models import CONFIGS, FAMILIES
 
@@ -52,3 +56,26 @@ PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")  # the models of 
 SMALL = tuple(f"{name}/4" for name in PAPER)
 """The same at a quarter of the widths, layers and ranks (7 of 30 layers), for a CPU."""
 SETS: dict[str, ParameterSet] = {s.name: s for divided in (1, 4) for s in (_of_model(name, divided) for name in PAPER)}
+
+GRADIENTS = 8  # of a weight
+Shape = tuple[int, int]
+
+
+class Problem:
+    """The weights of a set where they start, and normal gradients, which take turns as new ones would come."""
+
+    def __init__(self, parameters: ParameterSet, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.parameters, self.device = parameters, device
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(shape: Shape) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        self.start = [0.02 * normal(shape) for shape in parameters.each]
+        self.gradients = [[normal(shape) for shape in parameters.each] for _ in range(GRADIENTS)]
+        self.buffers = [torch.empty_like(W) for W in self.start]  # what an optimizer is given; it may write there
+
+    def load(self, weights: Sequence[Tensor], t: int) -> None:
+        """Give the weights their t-th gradients."""
+        for W, buffer, G in zip(weights, self.buffers, self.gradients[t % GRADIENTS], strict=True):
+            W.grad = buffer.copy_(G)

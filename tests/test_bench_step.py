@@ -10,12 +10,11 @@ import torch
 from bench import rows
 from bench.rivals import BatchedMuon, Float32Muon
 from bench.rows import frame
-from bench.shapes import SETS, ParameterSet
+from bench.shapes import SETS, ParameterSet, Problem
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
 from bench.timing.agreement import complaint
 from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS, PERIOD, kl, model_entries, muon, pro
-from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, failure
 from prokl import ProKLShampoo
 from tests.commands import ROOT, read, run_python

@@ -36,17 +36,14 @@ ODD = Sizes(B=3, m=517, n=1031, r=37)
 
 @dataclass(frozen=True)
 class Row:
-    """One specialisation of a kernel on one architecture: a thread's registers; bytes of shared memory and stack.
-
-    ``traps`` says that the compiler gave up on the code.
-    """
+    """One specialisation of a kernel on one architecture: a thread's registers; bytes of shared memory and stack."""
 
     launch: str
     arch: int
-    registers: int
-    shared: int
-    stack: int
-    traps: bool = False
+    registers: int = 0
+    shared: int = 0
+    stack: int = 0
+    error: str = ""  # what the compiler raised
 
 
 class Offline:
@@ -91,43 +88,33 @@ def build(launch: Launch, arch: int) -> Any:
 
 def compiled(launch: Launch, arch: int) -> Row:
     """Compile one launch for one architecture, and read registers and stack off the result."""
-    done = build(launch, arch)
+    try:
+        done = build(launch, arch)
+    except Exception as error:  # whatever the compiler raises is a verdict on the kernel
+        return Row(str(launch), arch, error=repr(error))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"\b{key}:(\d+)", usage)[0]) for key in ("REG", "STACK"))
-    traps = bool(re.search(r"^\s*trap;", done.asm["ptx"], re.MULTILINE))
+    traps = "the code traps" if re.search(r"^\s*trap;", done.asm["ptx"], re.MULTILINE) else ""
     return Row(str(launch), arch, registers, done.metadata.shared, stack, traps)
 
 
 def complaints(row: Row) -> list[str]:
     """List what is wrong with a compiled kernel."""
-    wrong = []
+    wrong = [f"does not compile: {row.error}"] if row.error else []
     if row.stack > SPILLED[row.arch]:
         wrong.append(f"registers spill: {row.stack} bytes of stack; take a smaller tile or more warps")
     if row.shared > SHARED_LIMIT[row.arch]:
         wrong.append(f"{row.shared} bytes of shared memory; there are {SHARED_LIMIT[row.arch]}")
-    if row.traps:
-        wrong.append("the code traps: the compiler gave up on it; take another tile")
     return wrong
-
-
-def checked(launch: Launch, arch: int) -> tuple[Row | None, list[str]]:
-    """Return the row of one compilation, and what is wrong with it."""
-    row = None
-    try:
-        row = compiled(launch, arch)
-        found = complaints(row)
-    except Exception as error:  # whatever the compiler raises is a verdict on the kernel
-        found = [f"does not compile: {error!r}"]
-    return row, [f"{launch} on sm_{arch}: {complaint}" for complaint in found]
 
 
 def report(jobs: int, architectures: Iterable[int] = ARCHITECTURES) -> tuple[list[Row], list[str]]:
     """Compile every launch for every architecture; return the rows and what is wrong."""
     tasks = [(launch, arch) for launch in every_launch() for arch in architectures]
     with ProcessPoolExecutor(jobs) as pool:
-        done = list(pool.map(checked, *zip(*tasks, strict=True)))
-    return [row for row, _ in done if row is not None], [complaint for _, found in done for complaint in found]
+        rows = list(pool.map(compiled, *zip(*tasks, strict=True)))
+    return rows, [f"{row.launch} on sm_{row.arch}: {complaint}" for row in rows for complaint in complaints(row)]

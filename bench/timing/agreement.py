@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from bench import gate
-from bench.shapes import ParameterSet
+from bench.shapes import ParameterSet, Problem, Shape
 from bench.timing.entries import Entry
-from bench.timing.problem import Problem, Shape
 from prokl.backends.select import select
 
 AGREE = 1e-6

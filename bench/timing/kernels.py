@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import rows
 from bench.rivals import BatchedMuon, emulated
-from bench.shapes import ParameterSet
+from bench.shapes import ParameterSet, Problem
 from bench.timing.entries import PERIOD, Entry, by_heads_of, pro
-from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun
 from bench.timing.steps import head
 

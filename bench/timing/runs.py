@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bench import clock
 from bench.command import UsageError
+from bench.shapes import Problem
 from bench.timing import agreement
 from bench.timing.entries import PERIOD, Entry
-from bench.timing.problem import Problem
 
 
 class TimedRun:

@@ -15,9 +15,8 @@ import torch
 
 from bench import rows
 from bench.rivals import emulated
-from bench.shapes import ParameterSet
+from bench.shapes import ParameterSet, Problem
 from bench.timing.entries import PERIOD, Entry, model_entries, peers
-from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, take_turns
 
 FEWEST, MOST = 3, 15  # periods timed at least and at most
