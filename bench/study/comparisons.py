@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,7 @@ from bench.study import figures, runs, tables
 from bench.study.scales import PAPER, open_data
 from bench.training.run import Record, Scale
 
-HERE = ("device", "torch", "prokl")
-KEY = ("model", "steps", "micro_batch", "optimizer", "rank", "lr", "seed", "data_sha256", *HERE)
+KEY = ("model", "steps", "micro_batch", "optimizer", "rank", "lr", "seed", "data_sha256", "device", "torch", "prokl")
 """Columns that tell a run from the others."""
 COMPARISONS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...]]] = {
     "main": (("adamw", "muon", "kl-shampoo", PRO), (None, 32, 64, 128)),
@@ -71,57 +71,45 @@ class Options(runs.Options):
         raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One run; ``here`` has the values of the columns HERE."""
-
-    scale: Scale
-    hyper: Hyper
-    seed: int
-    data_sha256: str
-    here: tuple[str, ...]
-
-    @property
-    def key(self) -> rows.Row:
-        """The values of its rows in the columns KEY."""
-        h = self.hyper
-        own = (self.scale.name, self.scale.steps, self.scale.micro_batch, h.method, h.rank, h.lr)
-        return dict(zip(KEY, (*own, self.seed, self.data_sha256, *self.here), strict=True))
-
-
 def run(name: str, o: Options) -> str:
     """Train what is missing, seed by seed, and draw; return the table."""
-    path, curves, trials = o.out / "runs.csv", o.out / "curves.csv", []
-    environment = rows.environment(torch.device(o.device))
-    here = tuple(environment[name] for name in HERE)
+    path, curves, environment = o.out / "runs.csv", o.out / "curves.csv", rows.environment(torch.device(o.device))
     compared = {scale: its for scale in o.scales if (its := selected(name, scale.name))}
     if not compared:
         others = ", ".join(scale.name for scale in PAPER if selected(name, scale.name))
         raise UsageError(f"the paper has no {name} on --model {o.model}; give one of {others}")
+    tasks = []
     for scale, hypers in compared.items():
-        sha256 = open_data(scale, o.data).sha256
-        trials += [Trial(scale, h, seed, sha256, here) for seed in o.seeds for h in hypers]
+        open_data(scale, o.data)  # now, not in the first run's process
+        for seed, h in product(o.seeds, hypers):
+            label = f"{h.method}-r{h.rank}" if h.rank else h.method
+            tasks.append(runs.Task(scale, o.data, label, h, seed, o.folder))
     free = [f"cuda:{i}" for i in range(o.jobs)] if o.device == "cuda" else ["cpu"] * o.jobs
-    busy: dict[Trial, str] = {}
+    busy: dict[runs.Task, str] = {}
 
-    def wanted() -> Iterator[Trial]:
+    def key(task: runs.Task) -> rows.Row:
+        """Return the values of a run's rows in the columns KEY."""
+        scale, h = task.scale, task.hyper
+        own = (scale.name, scale.steps, scale.micro_batch, h.method, h.rank, h.lr, task.seed)
+        here = (environment[name] for name in ("device", "torch", "prokl"))
+        return dict(zip(KEY, (*own, open_data(scale, o.data).sha256, *here), strict=True))
+
+    def wanted() -> Iterator[runs.Task]:
         known = rows.read(path)
-        return (trial for trial in trials if not rows.having(known, trial.key))
+        return (task for task in tasks if not rows.having(known, key(task)))
 
-    def task(trial: Trial) -> runs.Task:
-        busy[trial] = free.pop()
-        name = f"{trial.hyper.method}-r{trial.hyper.rank}" if trial.hyper.rank else trial.hyper.method
-        return runs.Task(trial.scale, o.data, name, trial.hyper, trial.seed, o.folder, busy[trial])
+    def begun(task: runs.Task) -> runs.Task:
+        busy[task] = free.pop()
+        return replace(task, device=busy[task])
 
-    def done(trial: Trial, record: Record, where: rows.Row) -> None:
-        free.append(busy.pop(trial))
-        settings = {name: getattr(trial.hyper, name) for name in runs.SETTINGS}
-        own = runs.of_scale(trial.scale, trial.scale.config.vocabulary, o.device)
-        row = trial.key | settings | own | runs.figures(record) | where
-        runs.keep(path, curves, row, runs.curve(record), KEY)
+    def done(task: runs.Task, record: Record, where: rows.Row) -> None:
+        free.append(busy.pop(task))
+        settings = {name: getattr(task.hyper, name) for name in runs.SETTINGS}
+        own = runs.of_scale(task.scale, task.scale.config.vocabulary, o.device)
+        runs.keep(path, curves, key(task) | settings | own | runs.figures(record) | where, runs.curve(record), KEY)
 
-    runs.work(wanted, task, done, o.jobs)
-    every = [trial.key for trial in trials]
+    runs.work(wanted, begun, done, o.jobs)
+    every = list(map(key, tasks))
     own, along = ([row for key in every for row in rows.having(rows.read(file), key)] for file in (path, curves))
     figures.loss(o.out / f"{name}-loss.png", rows.typed(along))
     return tables.table_of(rows.typed(own), rows.typed(along))

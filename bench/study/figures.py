@@ -1,6 +1,5 @@
 """Loss curves, drawn from the rows of the result files."""
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,10 @@ def loss(path: Path, curves: DataFrame) -> None:
     for line, (model, here) in zip(grid, models, strict=True):
         for axes, (x, label_of_x) in zip(line, PANELS.items(), strict=True):
             for (method, rank), found in here.groupby(["optimizer", "rank"], sort=False, dropna=False):
-                curve(axes, found, x, **_style(method, rank, here), alpha=1.0 if method == PRO else 0.65)
+                ranks = sorted(here[here["optimizer"] == method]["rank"].dropna().unique())
+                its = {"color": OPTIMIZERS[str(method)].colour, "alpha": 1.0 if method == PRO else 0.65}
+                its["lw"] = 1.6 if isna(rank) else WIDTHS[ranks.index(rank) - len(ranks)]
+                curve(axes, found, x, label=label(str(method), None if isna(rank) else rank), **its)
             axes.set(xlabel=label_of_x, ylabel="validation loss, nats per token", title=model)
             fit(axes)
         line[0].legend(frameon=False, fontsize="small")
@@ -47,13 +49,6 @@ def curve(axes: Axes, rows: DataFrame, x: str, **style: Any) -> None:
     where, mean, error = (points[name].to_numpy(float) for name in ("x", "mean", "error"))
     (drawn,) = axes.plot(where, mean, **style)
     axes.fill_between(where, mean - error, mean + error, color=drawn.get_color(), alpha=0.2, lw=0)
-
-
-def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
-    ranks = sorted(among[among["optimizer"] == method]["rank"].dropna().unique())
-    width = 1.6 if isna(rank) else WIDTHS[ranks.index(rank) - len(ranks)]
-    name = label(str(method), None if isna(rank) else rank)
-    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name}
 
 
 def fit(axes: Axes, descent: float = 0.25) -> None:
