@@ -44,7 +44,6 @@ def product_kernel(
     D_ptr,
     alpha_ptr,
     beta_ptr,
-    rows_ptr,
     energy_ptr,
     bounded_ptr,
     clipped_ptr,
@@ -70,13 +69,10 @@ def product_kernel(
     stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
-    stride_rows_b,
-    stride_rows_m,
     A_LO: tl.constexpr,
     B_LO: tl.constexpr,
     D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     ENERGY: tl.constexpr,
     BOUNDED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
@@ -89,7 +85,7 @@ def product_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha diag(rows) A B + beta C, (TILE_M, TILE_N) of one matrix a program; rows are 1 without HAS_ROWS.
+    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program.
 
     A (M, K), B (K, N), C (M, N) have any strides; A and B are pairs where A_LO and B_LO, and are multiplied as OPERAND.
     D (M, N), a pair where D_LO, is contiguous. Where ENERGY, energy (tiles_n, M) takes the sums of squares of its rows.
@@ -125,9 +121,6 @@ def product_kernel(
         columns = halves_of_columns(acc) + halves_of_columns(acc)
     if PARTS == 4:
         columns = halves_of_columns(columns[0]) + halves_of_columns(columns[1])
-    if HAS_ROWS:
-        at = rows_ptr + i_b * stride_rows_b + o_m * stride_rows_m
-        rows = tl.load(at, o_m < M, 0.0).to(SUM)[:, None]
     if BOUNDED:
         sums = tl.zeros((BOUND_TILE,), tl.float64)
         for first_part in range(0, PARTS_OF_B, BOUND_TILE):
@@ -140,11 +133,9 @@ def product_kernel(
         if i_tile == 0:
             more = (tl.load(bounded_ptr + i_b) | beyond).to(SUM)
             tl.store(count_ptr + i_b, tl.load(clipped_ptr + i_b) + more)
-    squares = tl.zeros((TILE_M,), energy_ptr.dtype.element_ty if ENERGY else SUM)
+    squares = tl.zeros((TILE_M,), SUM)
     for part in tl.static_range(PARTS):
         d = columns[part] * scale
-        if HAS_ROWS:
-            d *= rows
         o = i_n.to(tl.int64) * TILE_N + part * (TILE_N // PARTS) + tl.arange(0, TILE_N // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < N)
         if HAS_C:
@@ -152,8 +143,7 @@ def product_kernel(
             c = tl.load(C_at, mask, 0.0).to(SUM)
             d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
         if ENERGY:
-            wide = d.to(squares.dtype)
-            squares += tl.sum(wide * wide, 1)  # outside the matrix d is zero
+            squares += tl.sum(d * d, 1)  # outside the matrix d is zero
         store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
     if ENERGY:
         tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, squares, o_m < M)
@@ -217,12 +207,10 @@ def _launch(
     beta: float | Tensor,
     tile: Tile | None,
     out_dtype: torch.dtype | None,
-    rows: Tensor | None = None,
-    energy: torch.dtype | None = None,
+    energy: bool = False,
     bound: Bound | None = None,
 ) -> tuple[Operand, Tensor]:
-    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows in their dtype, or the count
-    # of a bound.
+    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows, or the count of a bound.
     (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
     if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
@@ -233,12 +221,10 @@ def _launch(
     check_operands(A=(A, (batch, m, k), device), B=(B, (batch, k, n), device))
     if C is not None:
         launch.check("C", C, (batch, m, n), device, like="A")
-    if rows is not None:
-        launch.check("rows", rows, (batch, m), device, like="A")
     check_scales(batch, device, alpha=alpha, beta=beta)
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    sum_dtype, operand = operand_dtypes((A, B), *(t for t in (C, rows) if t is not None))
+    sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
     pair = out_dtype is None
     if pair and sum_dtype != torch.float32:
@@ -248,8 +234,8 @@ def _launch(
     D_hi, D_lo, has_D_lo = stored(D)
     tile = tile or choose_tile(batch, m, n, operand, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
     tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
-    parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=energy or sum_dtype, device=device)
-    flags = (D_hi,) * 4 if energy is None else (parts, D_hi, D_hi, D_hi)  # D: neither read nor written as such
+    parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=sum_dtype, device=device)
+    flags = (parts if energy else D_hi, D_hi, D_hi, D_hi)  # D: neither read nor written as such
     count = parts
     if bound is not None:
         launch.check("energies", bound.energies, (batch, *bound.energies.shape[1:2], k), device, like="A")
@@ -272,7 +258,6 @@ def _launch(
             D_hi,
             alpha_at,
             beta_at,
-            A_hi if rows is None else rows,  # not read
             *flags,
             m,
             n,
@@ -289,13 +274,11 @@ def _launch(
             D_lo,
             stride_alpha,
             stride_beta,
-            *((0, 0) if rows is None else rows.stride()),
             A_LO=has_A_lo,
             B_LO=has_B_lo,
             D_LO=has_D_lo,
             HAS_C=C is not None,
-            HAS_ROWS=rows is not None,
-            ENERGY=energy is not None,
+            ENERGY=energy,
             BOUNDED=bound is not None,
             ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
             BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
@@ -372,26 +355,22 @@ def product_with_energies(
     *,
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
-    rows: Tensor | None = None,
-    energies: torch.dtype | None = None,
     pair: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Operand, Tensor]:
-    """Compute D = alpha diag(rows) A B + C and the squared norms of its rows.
+    """Compute D = alpha A B + C and the squared norms of its rows.
 
     Factors, the other arguments and errors are those of :func:`product`.
 
     Args:
         A: left factors (batch,m,k). B: right factors (batch,k,n).
-        rows: scales (batch,m) of the product's rows, or None for 1; the sum is in float64 where they are.
-        energies: dtype that the squared norms are added up in, by default that of the sum.
         pair: whether D is a pair.
 
     Returns:
         D (batch,m,n), a pair where ``pair``, else in the dtype of the sum; and parts (batch,tiles,m) that add up.
     """
-    dtype = operand_dtypes((A, B), *(t for t in (C, rows) if t is not None))[0]
-    return _launch(A, B, C, alpha, 1.0, tile, None if pair else dtype, rows, energies or dtype)
+    dtype = operand_dtypes((A, B), *(() if C is None else (C,)))[0]
+    return _launch(A, B, C, alpha, 1.0, tile, None if pair else dtype, energy=True)
 
 
 def bounded_product(

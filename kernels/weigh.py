@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from prokl.kernels import launch
-from prokl.kernels.launch import TRITON_DTYPES
+from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import store_result, stored
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand
 
-ROWS, COLUMNS = 16, 128  # of a program: eight elements a thread, 16 bytes of each operand of float32 a load
-WARPS = 8
+# Of a program: rows and columns of the results, and the depth of a product at a time. A warp takes 16 rows.
+TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 4, 3), Tile(64, 32, 16, 4, 3))
+TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
 @triton.jit
@@ -30,8 +31,11 @@ def weigh_kernel(
     columns_ptr,
     used_ptr,
     scale_ptr,
+    Q_ptr,
+    used_rows_ptr,
     G_par_ptr,
-    half_ptr,
+    T_ptr,
+    energy_ptr,
     onto_ptr,
     Z_ptr,
     Y_ptr,
@@ -39,6 +43,7 @@ def weigh_kernel(
     R,
     of_G: tl.float64,
     of_M: tl.float64,
+    alpha: tl.float64,
     stride_G_b,
     stride_G_m,
     stride_G_r,
@@ -57,18 +62,28 @@ def weigh_kernel(
     stride_columns_r,
     stride_used_b,
     stride_used_r,
+    stride_Q_b,
+    stride_Q_m,
+    stride_Q_r,
+    stride_used_rows_b,
+    stride_used_rows_m,
     stride_scale_b,
     stride_lo,
     HAS_SCALE: tl.constexpr,
+    HAS_T: tl.constexpr,
     PAIR: tl.constexpr,
     DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):
     """Compute a (TILE_M, TILE_R) tile of all five a program, of G, M, A, B (M, R) with any strides.
 
-    G_par = of_G c G + of_M M; half = (of_G c A + of_M B) used; onto = A columns; Z = rows G; Y = rows Z. rows (M,),
-    columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous; G_par, onto and Y are pairs where PAIR.
+    G_par = of_G c G + of_M M; onto = A columns; Z = rows G; Y = rows Z; and where HAS_T, of Q (R, R) with any strides,
+    T = alpha used_rows ((of_G c A + of_M B) used) Q^T, of which energy (tiles_r, M) takes the sums of squares of rows.
+    rows, used_rows (M,), columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous; G_par, T, onto
+    and Y are pairs where PAIR.
     """
     i = tl.program_id(0)
     tiles_r = tl.cdiv(R, TILE_R)
@@ -90,11 +105,30 @@ def weigh_kernel(
     store_result(Z_ptr, 0, at, x, mask, False)
     store_result(Y_ptr, stride_lo, at, rows * x, mask, PAIR)
     x = tl.load(A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_r[None, :] * stride_A_r, mask, 0.0).to(DTYPE)
-    y = tl.load(B_ptr + i_b * stride_B_b + o_m[:, None] * stride_B_m + o_r[None, :] * stride_B_r, mask, 0.0).to(DTYPE)
-    used = tl.load(used_ptr + i_b * stride_used_b + o_r * stride_used_r, o_r < R, 0.0).to(DTYPE)[None, :]
-    store_result(half_ptr, 0, at, (of_new * x + of_old * y) * used, mask, False)
     columns = tl.load(columns_ptr + i_b * stride_columns_b + o_r * stride_columns_r, o_r < R, 0.0).to(DTYPE)[None, :]
     store_result(onto_ptr, stride_lo, at, x * columns, mask, PAIR)
+    if HAS_T:
+        acc = tl.zeros((TILE_M, TILE_R), DTYPE)
+        for first in range(0, R, TILE_K):
+            o_k = first + tl.arange(0, TILE_K).to(tl.int64)
+            m_k = (o_m[:, None] < M) & (o_k[None, :] < R)
+            a_at = A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_k[None, :] * stride_A_r
+            b_at = B_ptr + i_b * stride_B_b + o_m[:, None] * stride_B_m + o_k[None, :] * stride_B_r
+            half = of_new * tl.load(a_at, m_k, 0.0).to(DTYPE) + of_old * tl.load(b_at, m_k, 0.0).to(DTYPE)
+            half *= tl.load(used_ptr + i_b * stride_used_b + o_k * stride_used_r, o_k < R, 0.0).to(DTYPE)[None, :]
+            q_at = Q_ptr + i_b * stride_Q_b + o_r[None, :] * stride_Q_m + o_k[:, None] * stride_Q_r
+            q = tl.load(q_at, (o_k[:, None] < R) & (o_r[None, :] < R), 0.0).to(DTYPE)
+            acc = tl.dot(half, q, acc, input_precision=PRECISION, out_dtype=DTYPE)
+        used_rows = tl.load(used_rows_ptr + i_b * stride_used_rows_b + o_m * stride_used_rows_m, o_m < M, 0.0)
+        acc *= tl.full((), alpha, DTYPE) * used_rows.to(DTYPE)[:, None]
+        store_result(T_ptr, stride_lo, at, acc, mask, PAIR)
+        wide = acc.to(tl.float64)
+        tl.store(energy_ptr + (i_b * tiles_r + i % tiles_r) * M + o_m, tl.sum(wide * wide, 1), o_m < M)
+
+
+def choose_tile(r: int, dtype: torch.dtype) -> Tile:
+    """Return the tile for this rank and the dtype of the arithmetic; the larger one spills at odd sizes."""
+    return TILES_FP64[0] if dtype == torch.float64 else TILES[r <= 32 or r % 16 > 0]
 
 
 def weigh(
@@ -105,11 +139,15 @@ def weigh(
     *,
     rows: Tensor,
     columns: Tensor,
+    used_rows: Tensor,
     used: Tensor,
+    Q: Tensor | None,
+    alpha: float,
     scale: Tensor | None,
     weights: tuple[float, float],
     pair: bool = False,
-) -> tuple[Operand, Tensor, Operand, Tensor, Operand]:
+    tile: Tile | None = None,
+) -> tuple[Operand, tuple[Operand, Tensor] | None, Operand, Tensor, Operand]:
     """Compute, in one launch and with weights (g, b), what a step takes of a gradient and its momentum on the subspace.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64 where one
@@ -117,13 +155,17 @@ def weigh(
 
     Args:
         G: the gradient (B,m,r). M: the momentum. A, B: both, in the basis of S.
-        rows: (B,m). columns, used: (B,r).
+        rows, used_rows: (B,m). columns, used: (B,r).
+        Q: (B,r,r), or None where T is not wanted.
+        alpha: scale of T.
         scale: c (B,), or None for 1.
         weights: of c G and of M.
-        pair: whether the first, the third and the last result are wanted as pairs.
+        pair: whether all results but the fourth are wanted as pairs.
+        tile: block sizes, by default from r and the dtypes.
 
     Returns:
-        g c G + b M; (g c A + b B) diag(used); A diag(columns); diag(rows) G; and diag(rows)^2 G: (B,m,r), contiguous.
+        g c G + b M; T = alpha diag(used_rows) (g c A + b B) diag(used) Q^T, and parts (B,tiles,m) of its rows'
+        squared norms in float64; A diag(columns); diag(rows) G; and diag(rows)^2 G: (B,m,r), contiguous.
 
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
@@ -131,49 +173,56 @@ def weigh(
     if G.ndim != 3 or 0 in G.shape[1:]:
         raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, r) with m, r >= 1.")
     batch, m, r = G.shape
-    given: dict[str, tuple[Tensor, tuple[int, ...]]]
-    given = {"G": (G, (batch, m, r)), "M": (M, (batch, m, r)), "A": (A, (batch, m, r)), "B": (B, (batch, m, r))}
-    given |= {"rows": (rows, (batch, m)), "columns": (columns, (batch, r)), "used": (used, (batch, r))}
-    given |= {} if scale is None else {"scale": (scale, (batch,))}
-    for name, (t, shape) in given.items():
+    Q_ = G.new_empty(()).expand(batch, r, r) if Q is None else Q  # of no elements: not read
+    shapes = ((batch, m, r),) * 4 + ((batch, m), (batch, r), (batch, r), (batch, r, r), (batch, m))
+    names = ("G", "M", "A", "B", "rows", "columns", "used", "Q", "used_rows")
+    tensors = (G, M, A, B, rows, columns, used, Q_, used_rows)
+    for name, t, shape in zip(names, tensors, shapes, strict=True):
         launch.check(name, t, shape, G.device, like="G")
-    dtype = launch.arithmetic_dtype(*(t for t, _ in given.values()))
+    if scale is not None:
+        launch.check("scale", scale, (batch,), G.device, like="G")
+    dtype = launch.arithmetic_dtype(*tensors, *(() if scale is None else (scale,)))
     if pair and dtype != torch.float32:
         raise ValueError("A sum in float64 was to be split; pairs hold float32.")
-    half, Z = (torch.empty((batch, m, r), dtype=dtype, device=G.device) for _ in range(2))
+    tile = tile or choose_tile(r, dtype)
+    tiles_r = triton.cdiv(r, tile.n)
+    Z = torch.empty((batch, m, r), dtype=dtype, device=G.device)
     factors: list[Operand]
-    factors = [empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z) for _ in range(3)]
-    G_par, onto, Y = factors
-    width = min(COLUMNS, max(16, triton.next_power_of_2(r)))
+    factors = [empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z) for _ in range(3 + (Q is not None))]
+    G_par, onto, Y, T = factors if Q is not None else (*factors, factors[0])
+    energy = torch.empty((batch, tiles_r, m), dtype=torch.float64, device=G.device)
     if batch:
         launch.start(
             weigh_kernel,
-            (batch * triton.cdiv(m, ROWS) * triton.cdiv(r, width),),
+            (batch * triton.cdiv(m, tile.m) * tiles_r,),
             G.device,
-            G,
-            M,
-            A,
-            B,
-            rows,
-            columns,
-            used,
+            *(launch.multiplicable(t, dtype) for t in tensors[:7]),
             G if scale is None else scale,  # G: not read as such
-            stored(G_par)[0],
-            half,
+            launch.multiplicable(Q_, dtype),
+            used_rows,
+            *(stored(t)[0] for t in (G_par, T)),
+            energy,
             stored(onto)[0],
             Z,
             stored(Y)[0],
             m,
             r,
             *(float(w) for w in weights),
-            *(stride for t in (G, M, A, B, rows, columns, used) for stride in t.stride()),
+            float(alpha),
+            *(stride for t in tensors for stride in t.stride()),
             0 if scale is None else scale.stride(0),
             stored(Y)[1],
             HAS_SCALE=scale is not None,
+            HAS_T=Q is not None,
             PAIR=pair,
             DTYPE=TRITON_DTYPES[dtype],
-            TILE_M=ROWS,
-            TILE_R=width,
-            num_warps=WARPS,
+            PRECISION=launch.input_precision(dtype),
+            TILE_M=tile.m,
+            TILE_R=tile.n,
+            TILE_K=tile.k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            # A square contracted into a sum across lanes would leave each lane its own rounding of one number.
+            enable_fp_fusion=False,
         )
-    return G_par, half, onto, Z, Y
+    return G_par, None if Q is None else (T, energy), onto, Z, Y

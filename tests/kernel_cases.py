@@ -25,12 +25,11 @@ from prokl.algorithm import evidence
 from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn, weigh
 from prokl.kernels.launch import Tile
 from prokl.kernels.stack import TILES as TILES_OF_STACK
 from prokl.kernels.stack import stack
 from prokl.kernels.symmetric_product import extrapolated, gram, shifted_polynomial
-from prokl.kernels.weigh import COLUMNS, ROWS, weigh
 from prokl.pair import Pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,7 +220,7 @@ def _sum(i: Inputs, AB: Tensor) -> Tensor:
 
 def _with_energies(i: Inputs, minus: float = -1.0) -> list[Tensor]:
     AB = i["A"] @ i["B"]
-    D = _sum(i, AB if i.get("rows") is None else i["rows"][:, :, None] * AB)
+    D = _sum(i, AB)
     return [D, D.square().sum(dim=-1)]
 
 
@@ -275,7 +274,7 @@ RESIDUAL = KernelCase(
     # A square doubles an error; at most r + 20 sums of them.
     lambda s: [(s.n + 6, 1), (2 * (s.n + 6) + s.r + 20, 2)],
     dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (SINGLE, HALF, DOUBLE)),
-    variants=({}, {"alpha": ".+"}, {"C": None, "alpha": 0.3, "rows": "m", "energies": DOUBLE}),
+    variants=({}, {"alpha": ".+"}, {"C": None, "alpha": 0.3}),
     tiles=FACTOR_TILES,
 )  # fmt: skip
 PAIRED_RESIDUAL = replace(
@@ -562,25 +561,39 @@ APPLY = KernelCase(
 # Elementwise ones, and the decision
 
 
+def _weigh(**i: Any) -> list[Tensor | Pair]:
+    G_par, T, *others = weigh.weigh(**i)
+    return [G_par, *others] if T is None else [G_par, *others, T[0], total(T[1]).to(i["G"].dtype)]
+
+
 def _weighed(i: Inputs, minus: float = -1.0) -> list[Tensor]:
     (g, b), rows, c = i["weights"], i["rows"][:, :, None], i.get("scale")
     g = g if c is None else g * column(c)
-    half = (g * i["A"] + b * i["B"]) * i["used"][:, None, :]
     Z = rows * i["G"]
-    return [g * i["G"] + b * i["M"], half, i["A"] * i["columns"][:, None, :], Z, rows * Z]
+    found = [g * i["G"] + b * i["M"], i["A"] * i["columns"][:, None, :], Z, rows * Z]
+    if i["Q"] is None:
+        return found
+    half = (g * i["A"] + b * i["B"]) * i["used"][:, None, :]
+    T = i["alpha"] * i["used_rows"][:, :, None] * (half @ i["Q"].mT)
+    return [*found, T, T.square().sum(dim=-1)]
 
 
-TO_A_TILE = (Sizes(2, ROWS + 3, 5, COLUMNS + 5), Sizes(3, 1, 1, 1), Sizes(1, 2 * ROWS, 1, 7))
-EVERY_DTYPE = tuple((dtype,) * 8 for dtype in (SINGLE, HALF, BF16, DOUBLE))
+EVERY_DTYPE = tuple((dtype,) * 10 for dtype in (SINGLE, HALF, BF16, DOUBLE))
 WEIGH = KernelCase(
-    "weigh", lambda **i: [*weigh(**i)], _weighed,
+    "weigh", _weigh, _weighed,
     {
-        "G": "mr", "M": "mr", "A": "mr", "B": "mr", "rows": "m", "columns": "r", "used": "r", "scale": ".",
-        "weights": (0.3, -1.7),
+        "G": "mr", "M": "mr", "A": "mr", "B": "mr", "rows": "m", "columns": "r", "used": "r", "used_rows": "m",
+        "Q": "rr", "scale": ".", "alpha": -0.7, "weights": (0.3, -1.7),
     },
-    lambda s: [(4, 0), (5, 0), (1, 0), (1, 0), (2, 0)], dtypes=EVERY_DTYPE, variants=({}, {"scale": None}),
-    sizes=TO_A_TILE, refused=(({"G": torch.ones(3, 0, 4)}, r"G has shape \(3, 0, 4\); must be \(B, m, r\)"),),
+    # A square doubles an error, and is rounded to the gradient's dtype here.
+    lambda s: [(4, 0), (1, 0), (1, 0), (2, 0), (s.r + 9, 1), (2 * s.r + 20, 2)], dtypes=EVERY_DTYPE,
+    variants=({}, {"scale": None}, {"Q": None}), tiles={SINGLE: weigh.TILES, DOUBLE: weigh.TILES_FP64},
+    tile_of=lambda t: Sizes(2, t.m + 3, 1, t.n + 2 * t.k + 5), stored=lambda i: arithmetic(i),
+    refused=(({"G": torch.ones(3, 0, 4)}, r"G has shape \(3, 0, 4\); must be \(B, m, r\)"),),
 )  # fmt: skip
+PAIRED_WEIGH = replace(
+    WEIGH, name="weigh and split", dtypes=((SINGLE,) * 10,), variants=({"pair": True},), tiles={}, refused=()
+)
 
 
 def flat(admitted: Admitted) -> dict[str, Tensor]:
@@ -631,7 +644,7 @@ ADMIT = KernelCase(
 SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, SPLIT_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL,
     SHIFTED, EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY,
-    WEIGH, PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
+    WEIGH, PAIRED_WEIGH, PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*SUM_CASES, ADMIT)

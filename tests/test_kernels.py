@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn, weigh
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair
 from tests.inputs import same_bits
@@ -128,6 +128,7 @@ CHOICES = [
     (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), EITHER, EITHER)),
     (product, (BATCHES, SIDES, SIDES, OPERANDS, EITHER)),
     (turn, ((1, 32, 33, 128), OPERANDS)),
+    (weigh, ((1, 32, 33, 128), OPERANDS)),
     (symmetric_product, (BATCHES, SIDES, OPERANDS, EITHER, EITHER, EITHER)),
 ]
 

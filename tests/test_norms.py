@@ -51,27 +51,25 @@ def test_a_product_takes_a_factor_that_is_held_to_a_norm(largest, dtype, paired)
     if paired and dtype == torch.float64:
         pytest.skip("float64 has no pairs")
     g = torch.Generator().manual_seed(3)
-    drawn = [torch.randn(4, *size, generator=g, dtype=torch.float64) for size in ((9, 70), (70, 5), (5, 67))]
-    left, x, y = (t.to(DEVICE, dtype) for t in drawn)
+    drawn = [torch.randn(4, *size, generator=g, dtype=torch.float64) for size in ((9, 70), (70, 67))]
+    left, T = (t.to(DEVICE, dtype) for t in drawn)
     if dtype == torch.float32:  # float64 has no wider dtype to take the square in
-        x[2] *= 1e25
-    x[3] = 0.0
-    rows = torch.rand(4, 70, generator=g, dtype=torch.float64).to(DEVICE, dtype) + 0.5
+        T[2] *= 1e25
+    T[3] = 0.0
     bounded = torch.tensor([False, True, False, False], device=DEVICE)
-    given = {"rows": rows, "alpha": 0.3, "largest": largest, "dtype": dtype}
-    given |= {"bounded": bounded, "clipped": torch.arange(4.0, dtype=dtype, device=DEVICE)}
+    given = {"largest": largest, "dtype": dtype, "bounded": bounded}
+    given |= {"clipped": torch.arange(4.0, dtype=dtype, device=DEVICE)}
     triton, torch_ = (TritonPairs, TorchPairs) if paired else (TritonAlgebra, Algebra)
     ops = triton(use_cuda_qr=False, host_readable=launch.INTERPRETED)
     factor = Pair.split(left) if paired else left
-    found, count = ops.bounded_product(factor, x, y, **given)
-    wanted, expected = torch_(host_readable=True).bounded_product(factor, x, y, **given)
+    split = Pair.split(T) if paired else T, T.double().square().sum(dim=-1)[:, None]
+    found, count = ops.bounded_product(factor, split, **given)
+    wanted, expected = torch_(host_readable=True).bounded_product(factor, T.clone(), **given)
     assert found.dtype == dtype and found.isfinite().all() and torch.equal(count, expected)
     assert count.tolist() == [0.0 + (largest < 1e9), 2.0, 2.0 + (largest < 1e9 or dtype == torch.float32), 3.0]
-    # Sums of 70 products, and of 5; a factor, a norm and rows are rounded, and each half of a pair.
+    # Sums of 70 products; a factor, a norm, and each half of a pair are rounded.
     unit = 80 * torch.finfo(dtype).eps + 2.0**-16 * paired
-    T = 0.3 * rows[:, :, None].double() * (x.double() @ y.double())
-    down = (largest / T.norm(dim=(1, 2))).clamp(max=1.0).nan_to_num(1.0)[:, None, None]
-    size = left.abs().double() @ (0.3 * rows[:, :, None].double() * (x.abs().double() @ y.abs().double()))
-    assert ((found - wanted).abs() <= unit * down * size).all()
-    usual, same = ops.bounded_product(factor, x, y, **given | {"bounded": None})
+    down = (largest / T.double().norm(dim=(1, 2))).clamp(max=1.0).nan_to_num(1.0)[:, None, None]
+    assert ((found - wanted).abs() <= unit * down * (left.abs().double() @ T.abs().double())).all()
+    usual, same = ops.bounded_product(factor, split, **given | {"bounded": None})
     assert same is given["clipped"] and bool((usual.abs() >= found.abs()).all())

@@ -78,6 +78,8 @@ def off(name, found, wanted):
         found, wanted = (
             [M, Direction(X.whole() if hasattr(X, "whole") else X, scale)] for M, X, scale in (found, wanted)
         )
+    if name == "weighed" and isinstance(found[1], tuple):  # with its energies
+        found = [found[0], found[1][0], *found[2:]]
     errors = []
     for x, y in zip(flat(found), flat(wanted), strict=True):
         x = x if x.shape == y.shape else x.sum(1, keepdim=x.ndim == y.ndim)
@@ -92,6 +94,8 @@ def test_a_backends_operation_is_its_default_in_float64(backend, name):
     for key, given, found in called(backend):
         if key == name:
             args, kwargs = doubled(copied(given))
+            if name == "bounded_product" and isinstance(args[1], tuple):
+                args = args[0], args[1][0]
             errors.append(off(name, found, getattr(PLAIN, name)(*args, **kwargs)))
     print(f"{backend}: {name}, {len(errors)} times, at most {largest(errors):.1e}")
     assert largest(errors) <= (1e-12 if backend == "triton" else 2**-8 if name == "rounded" else 2**-14)

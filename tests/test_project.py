@@ -52,14 +52,14 @@ def test_a_matrix_in_the_subspace_leaves_no_complement(balanced):
     G = weights @ basis[:r]
     U = basis[:r].mT.float().expand(2, n, r)
     U = Pair.split(U) if balanced else U
-    noise, one = ops.noise(n, SINGLE, SINGLE), torch.ones(2)
+    noise, one, eye = ops.noise(n, SINGLE, SINGLE), torch.ones(2), torch.eye(r).expand(2, r, r)
     roots = Roots(torch.ones(2, 2), one[:, None], one)
     admitted = Admitted(None, roots, roots, roots.L, roots.S, one, {}, None, None)
     h = replace(H, ns_dtype=SINGLE)
     for complement in (0.0, 2 * noise):
         X = (G + complement * G.norm(dim=2, keepdim=True) * basis[r]).float()
         M = torch.zeros_like(X)
-        G_par = ops.weighed(ops.projections(X, M, U, torch.eye(r).expand(2, r, r)), admitted, h)[0]
+        G_par = ops.weighed(ops.projections(X, M, U, eye), admitted, h, eye, 1.0)[0]
         _, found, _ = ops.momentum(X, M, G_par, U, admitted, h, None)
         assert [bool(x.any()) for x in found] == [complement > 0] * 2
 

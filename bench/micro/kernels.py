@@ -31,7 +31,7 @@ from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots
 from prokl.kernels import admit, momentum, product, project, split, symmetric_product, turn, weigh
-from prokl.pair import Operand, parts
+from prokl.pair import Operand, Pair, parts
 
 BOTH = (FP32, BF16)
 STATES = (FP32, BF16_STATE, FP64)
@@ -44,7 +44,7 @@ POLAR: dict[str, Any] = {"dtype": lambda s, d: d.polar}
 """Settings of Newton-Schulz's other products."""
 POLAR_OF: dict[str, Any] = {"polar": lambda s, d: d.polar}
 """The dtype of the low-rank part of the update."""
-WEIGHED = ("G mr", "M mr", "A mr", "B mr", "rows m+", "columns r+")
+WEIGHED = ("G mr", "M mr", "A mr", "B mr", "Q_S rr", "rows m+", "columns r+")
 
 
 def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -124,20 +124,29 @@ def _residual(ops: Algebra, G: Tensor, G_tilde: Tensor, U: Factor) -> list[Any]:
 
 
 def _weighed(
-    ops: Algebra, G: Tensor, M: Tensor, A: Tensor, B: Tensor, rows: Tensor, columns: Tensor, scale: Tensor | None = None
+    ops: Algebra, Q_S: Tensor, rows: Tensor, columns: Tensor, scale: Tensor | None = None, **i: Tensor
 ) -> list[Any]:
     used = Roots(rows, columns, rows[:, 0])
     admitted = Admitted(scale, used, used, rows, columns, rows[:, 0], {}, None, None)
-    return [*ops.weighed(Projected(G, M, A, B, G), admitted, H)]
+    G_par, T, *others = ops.weighed(Projected(*(i[key] for key in "GMABG")), admitted, H, Q_S, 0.7)
+    return [G_par, T[0] if ops.name == "triton" else T, *others]
 
 
-def _bounded_product(ops: Algebra, polar: torch.dtype, largest: float = 1.0, odd: bool = False, **i: Any) -> list[Any]:
-    left, x, y = (i.pop(key) for key in ("left", "x", "y"))
-    bounded = i.pop("bounded", None)
-    if odd:  # as the second line of admit's flags is, of an odd number of matrices
-        bounded = torch.cat([bounded[:1], bounded])[1:]
-    given = {"alpha": 0.7, "largest": largest, "bounded": bounded, "clipped": i["rows"][:, 0], "dtype": polar}
-    return [*ops.bounded_product(left, x, y, **given, **i)]
+def _bounded_product(odd: bool = False) -> Any:
+    """Return what binds the operation; the flags are as the second line of admit's, odd where that is of matrices."""
+
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
+        T, bounded, clipped = i["T"], i.get("bounded"), i["rows"][:, 0]
+        if odd:
+            bounded = torch.cat([bounded[:1], bounded])[1:]
+        given = {"largest": 1.0, "bounded": bounded, "clipped": clipped, "dtype": i["polar"]}
+        if ops.name != "triton":
+            return lambda: [*ops.bounded_product(i["left"], T.clone(), **given)]
+        energies = T.double().square().sum(dim=-1)[:, None]
+        T = Pair.split(T) if isinstance(i["left"], Pair) else T
+        return lambda: [*ops.bounded_product(i["left"], (T, energies), **given)]
+
+    return bind
 
 
 def _momentum(
@@ -205,12 +214,13 @@ KERNELS: tuple[Case, ...] = (
     symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),
     product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
     Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=symmetric_product, **PAIRED),
-    Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
-         over(_bounded_product), module=product, **PAIRED),
-    Case("bounded product of a pair, flags unaligned", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?",
-         odd=True, **POLAR_OF), over(_bounded_product), module=product, balanced=True),
-    Case("product of a pair, not bounded", tensors("left mm pair", "x mr", "y rrT", "rows m+", **POLAR_OF),
-         over(_bounded_product), module=product, balanced=True),
+    Case("bounded product of a pair", tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF),
+         _bounded_product(), module=product, **PAIRED),
+    Case("bounded product of a pair, flags unaligned",
+         tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF), _bounded_product(odd=True),
+         module=product, balanced=True),
+    Case("product of a pair, not bounded", tensors("left mm pair", "T mr", "rows m+", **POLAR_OF),
+         _bounded_product(), module=product, balanced=True),
     stack_case("stack of pairs", False, **PAIRED),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
@@ -238,9 +248,9 @@ KERNELS: tuple[Case, ...] = (
     _momentum(scaled=False),
     _momentum("subspace-only"),
     _momentum("smok-hop"),
-    Case("bounded product", tensors("left mm", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
-         over(_bounded_product), dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
-    Case("product, not bounded", tensors("left mm", "x mr", "y rrT", "rows m+", **POLAR_OF), over(_bounded_product),
+    Case("bounded product", tensors("left mm", "T mr", "rows m+", "bounded .?", **POLAR_OF),
+         _bounded_product(), dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
+    Case("product, not bounded", tensors("left mm", "T mr", "rows m+", **POLAR_OF), _bounded_product(),
          module=product),
     product_case("product", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     product_case("product B^T", "mr, rrT"),

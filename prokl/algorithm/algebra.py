@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, qr
-from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import widest
 from prokl.algorithm.types import Admitted, Factor, Projected, Scale, State
 
@@ -216,20 +216,25 @@ class Algebra:
         """
         return evidence.admit(A, G_tilde, e_res, state, h, n)
 
-    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Factor, Tensor, Factor]:
+    def weighed(
+        self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
+    ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
 
         Returns:
-            G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; G^par Q_S diag(a_S), half of what whitens it;
-            A diag(c_S) as products take it; Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
+            G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; T = alpha diag(a_L) G^par S^-1/2, which
+            :meth:`bounded_product` takes, by G^par Q_S diag(a_S) Q_S^T, where the variant has one; A diag(c_S) as
+            products take it; Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
         """
-        (g, a, b), c, c_L = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None]
+        (g, a, b), c, c_L, T = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None], None
         of_G = per_matrix(a + b * g if c is None else (a + b * g) * c)
         G_par = torch.add(of.G * of_G, of.M, alpha=b * h.momentum)
-        G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
+        if h.variant in SUBSPACE_VARIANTS:
+            G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
+            T = self.product(G_par_white, Q_S.mT, alpha=alpha).mul_(admitted.used.L[:, :, None])
         Z = of.G * c_L
         A_white = self.operand(of.A * admitted.c_S[:, None, :])
-        return self.operand(G_par), G_par_white, A_white, Z, self.operand(Z * c_L)
+        return self.operand(G_par), T, A_white, Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
@@ -271,23 +276,19 @@ class Algebra:
     def bounded_product(
         self,
         left: Factor,
-        x: Tensor,
-        y: Tensor,
+        T: Any,
         /,
         *,
-        rows: Tensor,
-        alpha: float,
         largest: float,
         bounded: Tensor | None,
         clipped: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return left T (B,m,k) for T = alpha diag(rows) x y, brought down to the norm ``largest`` where it is beyond.
+        """Return left T (B,m,k) for T of :meth:`weighed`, brought down to the norm ``largest`` where it is beyond.
 
         Also ``clipped`` (B,), plus 1 where T was beyond, and where ``bounded`` (B,), bool; where that is None nothing
         is brought down. Norms are in float64 where there is one: squares of whitened float32 may overflow.
         """
-        T = self.product(x, y, alpha=alpha).mul_(rows[:, :, None])
         if bounded is not None and clipped is not None:
             norm = evidence.norm(T)
             factor = torch.where(norm > largest, largest / norm, 1.0)

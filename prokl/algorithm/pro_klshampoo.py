@@ -34,7 +34,8 @@ def step(
     projected = ops.projections(G, M, U_, Q_S)
     G_perp, e_res = ops.residual(G, projected.factor, U_)
     admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
-    G_par, G_par_white, A_white, Z, Y = ops.weighed(projected, admitted, h)
+    size, weight = h.direction_scale, h.direction_scale * h.alpha_kl
+    G_par, T, A_white, Z, Y = ops.weighed(projected, admitted, h, Q_S, weight)
 
     second = ops.second_stream(G)  # of (3) and (4), which read nothing that (1) and (2) write
 
@@ -42,7 +43,7 @@ def step(
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = alpha_kl L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
-    size, used, bounded = h.direction_scale, admitted.used, admitted.bounded
+    used, bounded = admitted.used, admitted.bounded
     usual = evidence.MOMENTUM_CLIP_FACTOR * h.gain
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
@@ -58,12 +59,8 @@ def step(
         X, scale = ops.product(Q, X), size * used.mu * limit
     if h.variant in SUBSPACE_VARIANTS:
         right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
-        weight = size * h.alpha_kl
         largest = usual * weight * (m * r) ** 0.5
-        left, clipped = ops.bounded_product(
-            Q, G_par_white, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
-            dtype=right.dtype,
-        )  # fmt: skip
+        left, clipped = ops.bounded_product(Q, T, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype)
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import UNITS
-from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
@@ -115,12 +115,14 @@ class TritonAlgebra(Algebra):
         """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
         return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
 
-    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Factor, Tensor, Factor]:
-        """Return G^par, G^par Q_S diag(a_S), A diag(c_S), Z and Y in one launch, factors split as they are stored."""
-        (g, a, b), rows, columns, used = h.gradient_weights, admitted.c_L, admitted.c_S, admitted.used.S
-        weights = a + b * g, b * h.momentum
-        scale, pair = admitted.scale, self.pairs
-        return weigh(*of[:4], rows=rows, columns=columns, used=used, scale=scale, weights=weights, pair=pair)
+    def weighed(
+        self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
+    ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
+        """Return G^par, T with parts of its energy, A diag(c_S), Z and Y in one launch, factors split as stored."""
+        (g, a, b), used = h.gradient_weights, admitted.used
+        given: dict[str, Any] = {"rows": admitted.c_L, "columns": admitted.c_S, "used_rows": used.L, "used": used.S}
+        given |= {"scale": admitted.scale, "weights": (a + b * g, b * h.momentum), "pair": self.pairs}
+        return weigh(*of[:4], Q=Q_S if h.variant in SUBSPACE_VARIANTS else None, alpha=alpha, **given)
 
     def admit(self, A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
@@ -184,19 +186,16 @@ class TritonAlgebra(Algebra):
     def bounded_product(
         self,
         left: Factor,
-        x: Tensor,
-        y: Tensor,
+        T: Any,
         /,
         *,
-        rows: Tensor,
-        alpha: float,
         largest: float,
         bounded: Tensor | None,
         clipped: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return left T, bounded, in one launch after that of T, which is split as it is stored."""
-        T, energies = product_with_energies(x, y, alpha=alpha, rows=rows, energies=torch.float64, pair=self.pairs)
+        """Return left T, bounded, in one launch."""
+        T, energies = T
         if bounded is None or clipped is None:
             return product(left, T, out_dtype=dtype), clipped
         return bounded_product(left, T, energies, largest=largest, bounded=bounded, clipped=clipped, out_dtype=dtype)
