@@ -87,7 +87,7 @@ class Bucket:
 
     Attributes:
         clocks: by member its state, the key of its steps there and what the last step left under it.
-        backend: who steps it. io: its reading and writing, with it. graphs: whether its steps can be captured.
+        backend: who steps it. io: its reading and writing, with it.
         workspace: bytes of temporary memory that a step takes at most.
         group: one of the groups. h: its hyper-parameters without lr and weight decay.
         steps: the clock of every matrix: -1 until its initialising gradient, 0 then, and one more at every later call
@@ -120,26 +120,21 @@ class Bucket:
             self.members.append(replace(member, rows=range(start, start + member.shape.count)))
         first, count = self.members[0], self.members[-1].rows.stop
         m, n, device = first.shape.m, first.shape.n, first.p.device
-        self.layout = Layout(
-            count, m, n, compute_dtype(first.p.dtype, state_dtype(group, first.p)), first.p.dtype, device
-        )
-        self.dtype = self.layout.dtype
-        self.workspace = count * method.workspace(m, n, rank) * self.dtype.itemsize
         self._state_dtype = state_dtype(group, first.p)
+        self.dtype = compute_dtype(first.p.dtype, self._state_dtype)
+        self.layout = Layout(count, m, n, self.dtype, first.p.dtype, device)
+        self.workspace = count * method.workspace(m, n, rank) * self.dtype.itemsize
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_matrix(first, method, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
-        names = [
-            f"{member.name} {c}" for member in members for c in range(member.first, member.first + member.shape.count)
-        ]
-        mode = mode_of(group, first.p.dtype)
-        self.rounding = Rounding(mode, names, [member.weight() for member in self.members])
+        names = [f"{member.name} {member.first + c}" for member in members for c in range(member.shape.count)]
+        self.rounding = Rounding(mode_of(group, first.p.dtype), names, [member.weight() for member in self.members])
         if self.rounding.master is not None:
             self.stacks[MASTER] = self.rounding.master
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
-        self.backend: Backend | None = None
+        self.backend: Backend
         self.io: TorchIO
-        self._asked: tuple[str | None, str | None] = None, None
+        self._asked: tuple[Any, Any] | None = None
         self._left: int | None = None  # writes into the stacks, as of which steps can go on
         self._messages: list[str] = []
         self.follow(weights)
@@ -163,13 +158,11 @@ class Bucket:
         """
         group = weights[0].group
         asked = group["backend"], group["precision"]
-        if self.backend is None or asked != self._asked:
+        if asked != self._asked:
             backend = self._select(asked[0], self.layout.device, asked[1], self.dtype)
-            if backend is not self.backend:
-                self.io = backend.io(self.members, self.layout, self.rounding)
-                self.backend = backend
+            if self._asked is None or backend is not self.backend:
+                self.io, self.backend = backend.io(self.members, self.layout, self.rounding), backend
             self._asked = asked
-            self.graphs = backend.graphs
         self.weights, self.group = list(weights), group
         a, without_rates = self.layout, {**group, "lr": 0.0, "weight_decay": 0.0}
         self.h = self.method.hyper(without_rates, a.m, a.n, a.dtype, a.device)
@@ -249,7 +242,6 @@ class Bucket:
         Returns:
             The matrices that moved, as far as the host knows.
         """
-        assert self.backend is not None
         gathered = self.io.gather(self.group["maximize"], self.skipped)
         G, finite, usable = gathered
         # The paper's form moves on without gradient.
@@ -262,9 +254,9 @@ class Bucket:
             if plan.initialising and (rows := [b for b in plan.initialising if begins[b]]):
                 self._initialise(rows, gathered.whole())
         if moving:
-            self._step(G, moving, may_step if unknown else None, self.backend)
+            self._step(G, moving, may_step if unknown else None)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
-            self._refresh(plan.refreshing, finite, self.backend)
+            self._refresh(plan.refreshing, finite)
         return moving
 
     def commit(self, plan: Plan, moved: Sequence[int]) -> list[str]:
@@ -320,8 +312,9 @@ class Bucket:
             names = [member.name for member in self.members if not set(some).isdisjoint(member.rows)]
             self._messages.append(
                 f"The state of {', '.join(names[:3])}{', ...' * (len(names) > 3)} has zero eigenvalues, or bases that "
-                f"are not orthonormal, in {len(some)} matrices, which no step can go on from: they begin anew with the "
-                "next gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."
+                f"are not orthonormal, in {len(some)} of {self.layout.count} matrices, which no step can go on from: "
+                "they begin anew with the next gradient. To reset a weight, remove its state, optimizer.state.pop(p), "
+                "or zero all of it."
             )
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
@@ -337,27 +330,27 @@ class Bucket:
         for b in rows:
             self.steps[b] = 0
 
-    def _step(self, G: Factor, moving: tuple[int, ...], may_step: Tensor | None, backend: Backend) -> None:
+    def _step(self, G: Factor, moving: tuple[int, ...], may_step: Tensor | None) -> None:
         """Step the ``moving`` matrices, of which ``may_step`` (B,) masks those that the host cannot know of."""
         state, some = self._arithmetic(), self.rows(moving)
         active = may_step if some is None else some.mask if may_step is None else some.mask & may_step
-        direction, new, evident = self.method.step(backend.ops, G, state, self.h, self.aspect_scale, active)
+        direction, new, evident = self.method.step(self.backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
-        if evident is not None and backend.host_readable and bool(evident.all()):
+        if evident is not None and self.backend.host_readable and bool(evident.all()):
             evident = None
         moves = () if active is None else (active,)
         self._store(new, moves if evident is None else (*moves, evident), moves)
 
-    def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
+    def _refresh(self, rows: tuple[int, ...], finite: Tensor) -> None:
         """Refresh the bases of those of ``rows`` whose gradient is finite."""
         state, some = self._arithmetic(), self.rows(rows)
         if some is None:
-            new = self.method.refresh(backend.ops, state)
+            new = self.method.refresh(self.backend.ops, state)
         else:
-            part = self.method.refresh(backend.ops, {key: value[some.indices] for key, value in state.items()})
+            part = self.method.refresh(self.backend.ops, {key: value[some.indices] for key, value in state.items()})
             new = {key: state[key].to(value.dtype).index_copy(0, some.indices, value) for key, value in part.items()}
         masks: tuple[Tensor, ...] = (finite,) if some is None else (finite, some.mask)
-        if some is None and backend.host_readable and bool(finite.all()):
+        if some is None and self.backend.host_readable and bool(finite.all()):
             masks = ()
         self._store(new, masks, masks)
 

@@ -178,7 +178,7 @@ class Engine:
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
-        moved, messages = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
+        moved, messages = self.graphs.execute(bucket, plan) if bucket.backend.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
 
     def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
 from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates
-from prokl.backends.select import Backend
 from prokl.engine.bucket import Bucket
 
 
 class SpecifiedBucket(Bucket):
     """A :class:`Bucket` whose algorithm is the method's ``reference_step``."""
 
-    def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
+    def _step(self, G: Tensor, moving: tuple[int, ...], may_step: Tensor | None) -> None:
         state, some, moved = self._arithmetic(), self.rows(moving), set(moving)
         for lr, weight_decay, numbers in self._rates:
             h = replace(self.h, lr=lr, weight_decay=weight_decay)
@@ -45,7 +44,7 @@ class SpecifiedBucket(Bucket):
                 if member.is_copy(weight):
                     member.write(weight)
 
-    def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
+    def _refresh(self, rows: tuple[int, ...], finite: Tensor) -> None:
         """Refresh in the coordinates of the eigenbases, where these are I: there rounding leaves idle rows alone.
 
         The paper's text is the same in any orthonormal coordinates.
