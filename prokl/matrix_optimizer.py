@@ -29,7 +29,7 @@ from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d, without_effect
+from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d
 from prokl.engine.weights import DEFAULTS, named, plain_group
 
 PATIENCE = 10
@@ -60,19 +60,15 @@ class MatrixOptimizer(Optimizer):
         super().__init__(params, {**defaults, "lr": clone_if_tensor(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
         self._adding = False
         check_names(self.param_groups)
-        if message := without_effect(self.param_groups, defaults, self._usual()):
-            warnings.warn(message, stacklevel=3)
-
-    @classmethod
-    def _usual(cls) -> dict[str, Any]:
-        """Return the default of every setting; a subclass may have another one of some, and arguments that are none."""
-        usual: dict[str, Any] = {**cls._advanced}
-        for base in reversed(cls.__mro__[: cls.__mro__.index(MatrixOptimizer)]):
-            parameters = inspect.signature(base).parameters
-            usual |= {key: p.default for key, p in parameters.items() if p.default is not p.empty}
-        method_class = next(base for base in cls.__mro__ if "method" in vars(base))
-        settings = {*cls._advanced, *inspect.signature(method_class).parameters} - {"params", "process_group"}
-        return {key: value for key, value in usual.items() if key in settings}
+        own = [group["lr"] for group in self.param_groups if group["algorithm"] == "matrix"]
+        default = getattr(inspect.signature(type(self)).parameters.get("lr"), "default", settings["lr"])
+        # Also a number that equals the default, as somebody writes it: configuration systems pass the very default.
+        if settings["lr"] is not default and own and all(lr != defaults["lr"] for lr in own):
+            warnings.warn(
+                f"lr={defaults['lr']!r} of the constructor reaches no group, as all have their own: lr={own[0]!r}. Set "
+                "it there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave it out.",
+                stacklevel=3,
+            )
 
     @property
     def engine(self) -> Engine:
@@ -341,6 +337,6 @@ class MatrixOptimizer(Optimizer):
             division.show(self._outer, state["state"])
             return
         check_undivided(state)
-        restored = checkpoint.restore(state, self._usual(), self.method, type(self).__name__, check_values=loads)
+        restored = checkpoint.restore(state, self.method, type(self).__name__, check_values=loads)
         super().__setstate__(state)
         self._outer.loaded(restored)

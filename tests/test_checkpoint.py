@@ -244,37 +244,6 @@ def test_machine_settings_are_the_optimizers_not_the_files(theirs, ours):
     target.train(4, 5)
 
 
-def test_a_pickle_without_machine_settings_gets_their_defaults():
-    run = Run().train(0, 4)
-    for settings in (run.optimizer.defaults, run.optimizer.param_groups[0]):
-        for key in ("backend", "precision", "cuda_graphs"):
-            del settings[key]
-    old = COPIES["pickle"](run)
-    for settings in (old.optimizer.defaults, old.optimizer.param_groups[0]):
-        assert (settings["backend"], settings["precision"], settings["cuda_graphs"]) == (None, None, True)
-    assert "precision" not in old.optimizer.param_groups[1]  # of AdamW
-    old.train(4, 5)
-
-
-class OfOwnDefaults(PRO):
-    def __init__(self, params, momentum=0.5, **more):
-        super().__init__(params, momentum=momentum, **more)
-
-
-@pytest.mark.parametrize("cls", [PRO, KL, OfOwnDefaults])
-def test_a_pickle_from_before_a_setting_gets_its_default(cls):
-    """Each setting was new once."""
-    now, old = cls([weight(4, 6)]), cls([weight(4, 6)])
-    train(old, range(3))
-    for settings in (old.defaults, old.param_groups[0]):
-        for key in now.defaults.keys() - {"algorithm", "transposed", "split"}:
-            del settings[key]
-    old = COPIES["pickle"](old)
-    for settings in (old.defaults, old.param_groups[0]):
-        assert now.defaults.items() <= settings.items()
-    assert differences(train(old, [3]), train(now, range(4))) == set()
-
-
 @both
 def test_a_model_of_another_width_is_refused_in_two_sentences(cls):
     def narrow(width):

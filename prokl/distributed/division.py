@@ -293,7 +293,7 @@ class Division:
         failure = None
         try:
             local = self._for_stand_ins(outer, state)
-            restored = checkpoint.restore(local, outer.defaults, outer.method, outer.title)
+            restored = checkpoint.restore(local, outer.method, outer.title)
         except Exception as error:
             failure = error
         self.agree(failure)

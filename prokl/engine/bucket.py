@@ -1,15 +1,12 @@
 """One bucket: the stacked state of all weights of one oriented shape, and one step of them.
 
-A step has three phases, which the engine visits once each:
+A step has three phases. All buckets decide before the first one executes; each is committed before the next one
+executes.
 
 * :meth:`Bucket.decide`, on the host: clocks say which matrices begin, step and refresh; the I/O finds gradients and
   weights and writes its tables. Nothing waits for the device.
-* :meth:`Bucket.execute`, on the device: the linear algebra of :mod:`prokl.algorithm`. What a CUDA graph captures.
+* :meth:`Bucket.execute`, on the device: the linear algebra of :mod:`prokl.algorithm`, which a CUDA graph captures.
 * :meth:`Bucket.commit`, on the host: clocks move last of all, so that a step that fails on the way is not counted.
-
-All buckets decide before the first one executes; each is committed before the next one executes.
-
-A bucket owns the stacks; ``optimizer.state[p]`` holds views into them.
 
 Dimension key: B matrices (a 3-D parameter is several), m short side, n long side, r rank.
 """
@@ -46,16 +43,19 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """The host's decisions about one step of a bucket; equal plans do the same work on the device."""
+    """The host's decisions about one step of a bucket; equal plans do the same work on the device.
+
+    Attributes:
+        has_grad: of each member.
+        initialising: matrices whose state this gradient initialises, if it is finite and not zero.
+        stepping: matrices that have begun and have a gradient; those whose gradient is not finite will not move.
+        refreshing: stepping matrices whose step is divisible by tau.
+    """
 
     has_grad: tuple[bool, ...]
-    """True for each member that has a gradient."""
     initialising: tuple[int, ...]
-    """Matrices whose state this gradient initialises, if it is finite and not zero."""
     stepping: tuple[int, ...]
-    """Matrices that have begun and have a gradient; those whose gradient is not finite will not move."""
     refreshing: tuple[int, ...]
-    """Stepping matrices whose step is divisible by tau."""
 
     def __hash__(self) -> int:  # a graph's key; lengths hash quicker than all rows
         return hash((self.initialising, len(self.stepping), len(self.refreshing)))
@@ -67,12 +67,10 @@ class Plan:
 
 
 class Rows(NamedTuple):
-    """Some, but not all, of the matrices of a bucket, on its device."""
+    """Some, but not all, of the matrices of a bucket, on its device: their indices (k,) int64, a mask (B,) bool."""
 
     indices: Tensor
-    """(k,) int64."""
     mask: Tensor
-    """(B,) bool."""
 
 
 def _identity(member: Member) -> tuple[Any, ...]:
@@ -83,7 +81,8 @@ def _identity(member: Member) -> tuple[Any, ...]:
 class Bucket:
     """Weights, or pieces of weights, of one oriented shape, rank, dtype and device.
 
-    Their groups may be several, with an lr and a weight decay each, and all other settings alike.
+    It owns their stacked state, into which ``optimizer.state[p]`` holds views. Their groups may be several, with an lr
+    and a weight decay each, and all other settings alike.
 
     Attributes:
         clocks: by member its state, the key of its steps there and what the last step left under it.

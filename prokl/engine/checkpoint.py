@@ -188,14 +188,11 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
     return said
 
 
-def restore(
-    state: dict[str, Any], defaults: Mapping[str, Any], method: Method[Any], optimizer: str, check_values: bool = True
-) -> set[int]:
-    """Check the matrix state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
+def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_values: bool = True) -> set[int]:
+    """Check the state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:
-        state: see above. defaults: of settings that an older pickle lacks. method: whose state it is.
-        optimizer: name for an error.
+        state: see above. method: whose state it is. optimizer: name for an error.
         check_values: whether to read the state; what is copied goes on as it is.
 
     Returns:
@@ -205,9 +202,6 @@ def restore(
         ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
             is not finite.
     """
-    for settings in (state.get("defaults"), *(g for g in state["param_groups"] if g["algorithm"] == "matrix")):
-        if settings is not None:
-            settings.update({**defaults, **settings})
     restored: set[int] = set()
     try:
         check_names(state["param_groups"])

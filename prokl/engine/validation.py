@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -182,27 +182,6 @@ def like_conv1d(groups: Sequence[Group], index: int) -> str | None:
                 "as prokl.param_groups does."
             )
     return None
-
-
-def without_effect(groups: Sequence[Group], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
-    """Return a warning about arguments other than their defaults that all matrix groups override, or None.
-
-    Args:
-        groups: the optimizer's. given: the constructor's arguments. defaults: what its signature has.
-    """
-    matrices = [group for group in groups if group["algorithm"] == "matrix"]
-    found = {}
-    for key, value in given.items():
-        written = key == "lr" and value is not defaults[key]  # also an equal number; trainers write out the others
-        if matrices and (written or value != defaults[key]) and all(group[key] != value for group in matrices):
-            found[key] = ", ".join(dict.fromkeys(repr(group[key]) for group in matrices))
-    if not found:
-        return None
-    return (
-        f"{', '.join(f'{key}={given[key]!r}' for key in found)} of the constructor reached no group, as all have their "
-        f"own: {', '.join(f'{key}={values}' for key, values in found.items())}. Set it there, as by "
-        "prokl.param_groups(model, lr=..., adamw_lr=...), or leave it out."
-    )
 
 
 def in_float16(groups: Sequence[Group]) -> str | None:
