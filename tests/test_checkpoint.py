@@ -84,7 +84,8 @@ def loaded(state, run, given):
 def with_steps_as_numbers(run):
     state = copy.deepcopy(run.optimizer.state_dict())
     for own in state["state"].values():
-        own.update({key: value.tolist() for key, value in own.items() if key.startswith("step")})
+        steps = {key: value.tolist() for key, value in own.items() if key.startswith("step")}
+        own.update({} if "exp_avg" in own else steps)  # AdamW's are tensors
     return state
 
 

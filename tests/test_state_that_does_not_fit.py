@@ -280,8 +280,7 @@ def made_anew(cls=PRO, odd=(6, 10)):
     return lambda state, groups: fine_and_odd(cls, odd, **METHODS[cls]).state_dict()
 
 
-NO_COUNT = r".*has step=.*[;:] must be {} of at least {}"
-BAD_CLOCKS = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
+BAD_CLOCKS = (2, "2", None, *map(torch.tensor, (True, -1.0, math.nan, math.inf)))
 # The class that loads, the change, and the error; "fine" where the first weight is wrong already.
 WRONG = {
     "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
@@ -298,7 +297,7 @@ WRONG = {
         f"AdamW's clock {clock!r}": (
             PRO,
             entry(2, step=lambda _, c=clock: c),
-            "bias " + NO_COUNT.format("a whole .*", 0),
+            "bias has (no tensor step|step=.*; must be one float32 of at least 0)",
         )
         for clock in BAD_CLOCKS
     },
@@ -335,5 +334,5 @@ def test_a_clock_of_a_stack_that_is_none_is_refused():
     for clock in CLOCKS_OF_A_STACK:
         state = copy.deepcopy(optimizer.state_dict())
         state["state"][1]["step"] = clock
-        with refused(optimizer, r"(?s)^The loaded state of odd " + NO_COUNT.format("2 integers", -1)):
+        with refused(optimizer, r"(?s)^The loaded state of odd .*has step=.*; must be 2 integers of at least -1"):
             optimizer.load_state_dict(state)

@@ -25,17 +25,20 @@ from prokl.pair import Pair
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter, or one piece of it, which has a state of its own; a bucket gives it rows of the stacks."""
+    """A parameter, or one piece of it, which has a state of its own.
+
+    Attributes:
+        rows: those of a bucket's stacks that it has.
+        suffix: of its keys in the state; empty unless the parameter is split.
+        first: number of its first matrix, where the parameter is part of a stack.
+    """
 
     p: Tensor
     name: str
     shape: MatrixShape
     rows: range = range(0)
-    """Its rows of the bucket's stacks."""
     suffix: str = ""
-    """Suffix of its keys in the state; empty unless the parameter is split."""
     first: int = 0
-    """Number of its first matrix, where the parameter is part of a stack."""
 
     def part(self, stack: Tensor) -> Tensor:
         """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
@@ -85,14 +88,17 @@ class Rates(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The gradients of a bucket, and what a step may do with them."""
+    """The gradients of a bucket, and what a step may do with them.
+
+    Attributes:
+        G: (B,m,n), the step's own, as its products take it; zero where there is none.
+        finite: (B,) bool, False for every matrix of a member that has one whose squared norm is not finite in float32.
+        usable: (B,) bool, likewise False besides for a matrix that is zero, or too small to square.
+    """
 
     G: Factor
-    """(B,m,n), the step's own, as its products take it; zero where there is none."""
     finite: Tensor
-    """(B,) bool, False for every matrix of a member that has one whose squared norm is not finite in float32."""
     usable: Tensor
-    """(B,) bool, likewise False besides for a matrix that is zero, or too small to square."""
 
     def whole(self) -> Tensor:
         """Return G as a tensor."""
@@ -101,14 +107,17 @@ class Gathered(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One tensor of the state: where a step's result is written, and under which condition."""
+    """One tensor of the state: where a step's result is written, and under which condition.
+
+    Attributes:
+        to: (B,...), where it is kept: each matrix is contiguous.
+        value: (B,...), what it is now.
+        masks: (B,) bool each: the matrices that change are those where all are True.
+    """
 
     to: Tensor
-    """(B,...), where it is kept: each matrix is contiguous."""
     value: Tensor
-    """(B,...), what it is now."""
     masks: tuple[Tensor, ...] = ()
-    """(B,) bool each: the matrices that change are those where all are True."""
 
 
 def in_float32(sq_norm: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class AdamWGroups:
         for group in self.groups:
             for p in group["params"]:
                 if p in before:
-                    self.skipped[p] = before[p]
+                    self.skipped.setdefault(p, before[p])
                 if (g := p.grad) is None:
                     continue
                 if not is_host_readable(g.device):
@@ -218,20 +218,3 @@ def bad_values(weight: Weight, state: Mapping[str, Any]) -> str | None:
             bound = "finite" if key == MOMENTS[0] else "finite and at least 0"
             return f"{weight.name} has {key} between {low} and {high}, which must be {bound}: the file is damaged"
     return None
-
-
-def count_in_tensors(state: dict[str, Any], weight: Weight) -> None:
-    """Make a float tensor of a loaded step that was saved otherwise, as PyTorch's AdamW does when it loads.
-
-    Raises:
-        ValueError: it is no count, of which AdamW would make a wrong step or NaN.
-    """
-    step = state.get("step", 0)
-    count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if type(count) not in (int, float) or not 0 <= count < math.inf or count % 1:
-        raise ValueError(
-            f"The loaded state of {weight.name} has step={step!r}: must be a whole number of at least 0. The file is "
-            "damaged: load an earlier one."
-        )
-    if "step" in state and (not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64)):
-        state["step"] = torch.tensor(float(count), dtype=torch.float32, device=_device_of_steps(weight.p, weight.group))

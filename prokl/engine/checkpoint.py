@@ -225,7 +225,6 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
                 if begun and check_values:
                     reason = matrix_state.bad_values(weight, members, entry, method)
             else:
-                adamw.count_in_tensors(entry, weight)
                 reason = adamw.misfit(weight, entry, live=False)
                 if reason is None and check_values:
                     reason = adamw.bad_values(weight, entry)
