@@ -190,3 +190,17 @@ def test_names_that_a_loaded_state_brings_are_told_at_the_callers_line():
     optimizer = PRO([("new", weight(4, 6))])
     with told_once("other names for 1 of 1 weights: weight 0 is 'old' there and 'new' here", __file__):
         optimizer.load_state_dict(saved)
+
+
+SAME_STATE = [
+    ({"rank": 2}, {"rank": "auto"}),
+    ({"rank": 12}, {"rank": 99}),
+    ({"state_dtype": torch.float32}, {"state_dtype": None}),
+    ({"split": 3}, {"split": (4, 4, 4)}),
+]
+
+
+@pytest.mark.parametrize("one, other", [*SAME_STATE, *(pair[::-1] for pair in SAME_STATE)], ids=str)
+def test_settings_that_come_to_the_same_are_not_told_at_a_load(one, other):
+    with silent():
+        made(PRO, one).load_state_dict(made(PRO, other, 2).state_dict())

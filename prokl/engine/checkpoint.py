@@ -14,7 +14,7 @@ from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import check_adamw, clone_if_tensor, plain
 from prokl.engine import adamw, matrix_state
 from prokl.engine.validation import check_names
-from prokl.engine.weights import DEFAULTS, check_reading, clock, plain_group, stored_clock, weights_of
+from prokl.engine.weights import DEFAULTS, check_reading, clock, plain_group, state_dtype, stored_clock, weights_of
 
 MACHINE_SETTINGS = ("backend", "precision", "cuda_graphs")
 """Settings that are this machine's and not a checkpoint's."""
@@ -177,7 +177,8 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
     for i, (loaded, own) in enumerate(zip(now, before, strict=False)):
         if loaded["algorithm"] == "matrix" and any(state.get(p) for p in loaded["params"]):
             for key in (*method.fixed, *DEFAULTS):
-                if plain(loaded.get(key)) != plain(own.get(key)):
+                one, two = plain(loaded.get(key)), plain(own.get(key))
+                if one != two and _effect(key, loaded, method) != _effect(key, own, method):
                     found.append(f"{key}={loaded.get(key)!r} for group {i}, here {own.get(key)!r}")
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
@@ -186,6 +187,22 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
             "with its settings. To begin anew with those here, load the model alone."
         )
     return said
+
+
+def _effect(key: str, group: Group, method: Method[Any]) -> Any:
+    """Return what a setting comes to for a group's weights; itself where that is out of bounds."""
+    try:
+        weights = [*weights_of([group])]
+        if key == "state_dtype":
+            return [state_dtype(group, weight.p) for weight in weights]
+        shapes = [(member.suffix, member.shape) for weight in weights for member in weight.members()]
+        if key == "rank":
+            return [method.rank(group, shape.m, shape.n) for _, shape in shapes]
+        if key in DEFAULTS:
+            return shapes
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        pass
+    return plain(group.get(key))
 
 
 def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_values: bool = True) -> set[int]:
