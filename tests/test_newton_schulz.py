@@ -13,6 +13,8 @@ from prokl.algorithm.newton_schulz import use_gram
 from prokl.algorithm.polynomials import each
 from prokl.algorithm.reference import newton_schulz
 from prokl.backends.triton_ops import TritonAlgebra
+from tests.inputs import normal
+from tests.transcription import polar
 
 TORCH = Algebra(host_readable=True)
 KERNELS = TritonAlgebra(use_cuda_qr=False, host_readable=False)
@@ -86,6 +88,19 @@ def test_both_forms_equal_the_reference(stages, size, steps, coefficients, gram)
     for given, scale in ((X, inverse_norm(X)), (normalised(X), None)):
         found = batched(given, scale, steps, coefficients, stages, gram)
         assert error(found, truth) <= 1e-10  # rounding, times a at most per iteration, of which the largest is 8.2
+
+
+@pytest.mark.parametrize("m, n, r", [(4, 9, 3), (6, 8, 5), (5, 5, 2), (1, 4, 2)])  # n - r above, at and below m
+def test_the_reference_goes_to_the_polar_factor(m, n, r):
+    """Of a complement; the coefficients converge, and the default ones stop where singular values lie around 1."""
+    X = normal(m, n, seed=2, dtype=torch.float64)
+    U = torch.linalg.qr(normal(n, r, seed=1, dtype=torch.float64)).Q
+    X -= X @ U @ U.mT
+    # Each step multiplies rounding outside the range by 1.5; measured: at most 8e-13.
+    assert (newton_schulz(X, [(1.5, -0.5, 0.0)] * 20) - polar(X)).norm() < 1e-11
+    # 0.68 to 1.13 once a singular value has come up from zero, as Muon's quintic leaves them.
+    sigma = torch.linalg.svdvals(newton_schulz(X, [MUON] * 8))[: min(m, n - r)]
+    assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 
 LOW = [(dtype, size) for dtype in (torch.float32, torch.float16) for size in SIZES[:2]]

@@ -5,7 +5,7 @@ import torch
 
 import prokl
 from prokl.algorithm.shapes import ceiling
-from tests.theory import identity_state, next_state, normal
+from tests.theory import normal
 
 SHAPES = [(6, 9), (12, 5), (8, 8), (1, 2), (40, 30)]
 LIMIT = 3.0
@@ -51,25 +51,6 @@ def test_bounds_lemma_holds_for_the_optimizers_eigenvalues(shape, backend):
         assert lowest[side] == pytest.approx(floor, rel=1e-12), side  # reached, and never undercut: s is cut at C
 
 
-@pytest.mark.parametrize("m, n, r", [(3, 6, 2), (4, 4, 1)])
-def test_bounds_lemma_holds_for_algorithm_1_with_the_clip(m, n, r):
-    C = 5.0
-    state = identity_state(torch.linalg.qr(normal(n, r, seed=0))[0], m)
-    theta = max(1.0, C**2 * LIMIT**2)
-    eye, from_orthogonal = torch.eye(r, dtype=torch.float64), 0.0
-    for t, G in enumerate(gradients(m, n)):
-        G = G + 1e-12 * normal(m, n, seed=t)  # no QR of a zero
-        state = next_state(G, state, beta2=0.8, refresh=t % 5 == 0)
-        for key in ("lambda_L", "lambda_S", "mu"):
-            state[key] = state[key].clamp(min=C**-2)
-            assert state[key].max() <= theta
-        # The proof takes Q_S for orthogonal; between refreshes it is a contraction, which the bounds survive.
-        Q_S = state["Q_S"]
-        assert torch.linalg.matrix_norm(Q_S, 2) <= 1 + 1e-12
-        from_orthogonal = max(from_orthogonal, float((Q_S.mT @ Q_S - eye).norm()))
-    assert from_orthogonal > 0.25  # measured: 0.56 and 0.27
-
-
 def test_bounds_lemma_theta_leaves_out_the_start_value():
     """It is 1e-6 for gradients of norm 1e-4, below the lambda_0 = 0.1 at which all eigenvalues start."""
     p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
@@ -82,17 +63,3 @@ def test_bounds_lemma_theta_leaves_out_the_start_value():
     theta = max(*factors, ceiling(9) ** 2 * 1e-4**2)
     assert theta == pytest.approx(1e-6)
     assert all(values.max() == pytest.approx(0.1) for values in eigenvalues(state).values())
-
-
-def test_bounds_lemma_the_upper_bound_is_attained():
-    """One row, all eigenvalues at the floor, a gradient of norm G_max in the complement, no memory: mu = C^2 G_max^2.
-
-    The lemma's Theta cannot be lowered.
-    """
-    C = 5.0
-    floor = torch.tensor([C**-2], dtype=torch.float64)
-    state = identity_state(torch.tensor([[1.0], [0.0]], dtype=torch.float64), m=1)
-    state |= {"lambda_L": floor, "lambda_S": floor, "mu": floor[0]}
-    G = torch.tensor([[1e-6, LIMIT]], dtype=torch.float64)
-    after = next_state(G, state, beta2=0.0)
-    assert float(after["mu"]) == pytest.approx(C**2 * LIMIT**2, rel=1e-12)

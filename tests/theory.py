@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.transcription import idealised_step
-
 
 class Restricted(NamedTuple):
     """A point of the restricted family: L (m,m), U (n,r), S (r,r), mu ()."""
@@ -149,17 +147,3 @@ def restricted_minimum(G: Tensor, start: Restricted, steps: int = 300) -> Restri
         L = left_moment(G, point.R) / n
         point = given_left(G, L, best_subspace(phi(G, L), r))
     return point
-
-
-def identity_state(U: Tensor, m: int) -> dict[str, Tensor]:
-    """Algorithm 1's state with subspace U (n,r) and the identity for every factor, eigenbasis and eigenvalue."""
-    eye = torch.eye(m, dtype=U.dtype)
-    r = U.shape[1]
-    state = {"U": U, "L": eye, "S": eye[:r, :r], "Q_L": eye, "Q_S": eye[:r, :r]}
-    return state | {"lambda_L": eye.diagonal(), "lambda_S": eye.diagonal()[:r], "mu": eye[0, 0]}
-
-
-def next_state(G: Tensor, state: dict[str, Tensor], beta2: float, refresh: bool = False) -> dict[str, Tensor]:
-    """Algorithm 1's state after a gradient, of a weight that stays where it is."""
-    settings = {"lr": 0.0, "beta2": beta2, "alpha_kl": 1.0, "c_a": 1.0, "refresh": refresh}
-    return idealised_step(torch.zeros_like(G), G, state, **settings)[1]

@@ -2,8 +2,8 @@
 
 `ProTranscription` follows Algorithm 2 of arXiv:2605.06316 for a weight in its own orientation: `_step_right`
 is the printed case (rows <= cols), `_step_left` that of Remark "Left projection" (rows > cols), every role
-transposed and the weight left as it is. `idealised_step` follows Algorithm 1. Nothing is batched, cached or
-rearranged, and nothing is imported from the package.
+transposed and the weight left as it is. Nothing is batched, cached or rearranged, and nothing is imported from the
+package.
 
 Symbols: rows, cols: the weight's shape; m, n: its short and long side; r: rank of the tracked subspace.
 A stored `s_X` is the clipped, undamped lambda_X^(-1/2).
@@ -351,57 +351,6 @@ class ProTranscription(Transcription):
             "inv_sqrt_mu": self.s_mu,
             **self.counts(),
         }
-
-
-def idealised_step(W, G, state, *, lr, beta2, alpha_kl, c_a, refresh):
-    """Algorithm 1 for m <= n, in the printed order; returns the new weight and the new state.
-
-    Step 4a prints diag(Q_S^T Delta_S Q_S) below the line that rotates Q_S. Delta_S is in the old basis, and
-    with the rotated Q_S the result would depend on the signs that the QR gives to the columns of U_+; so Q_S
-    is here the one that belongs to Delta_S, as in Algorithm 2.
-    """
-    (m, n), r = G.shape, state["U"].shape[1]
-    U, L, S, Q_L, Q_S, lambda_L, lambda_S, mu = (
-        state[key] for key in ("U", "L", "S", "Q_L", "Q_S", "lambda_L", "lambda_S", "mu")
-    )
-    # 1: gradient projection
-    G_til = G @ U
-    G_perp = G - G_til @ U.T
-    # 2: covariance estimation
-    L_inverse = Q_L @ torch.diag(1 / lambda_L) @ Q_L.T
-    Delta_L = (G_til @ Q_S @ torch.diag(1 / lambda_S) @ Q_S.T @ G_til.T + G_perp @ G_perp.T / mu) / n
-    Delta_S = G_til.T @ L_inverse @ G_til / m
-    delta_perp = torch.trace(G_perp.T @ L_inverse @ G_perp) / (m * (n - r))
-    L = beta2 * L + (1 - beta2) * Delta_L
-    S = beta2 * S + (1 - beta2) * Delta_S
-    mu = beta2 * mu + (1 - beta2) * delta_perp
-    # 3: subspace tracking
-    U_plus = qr_q(beta2 * U @ S + (1 - beta2) / m * G.T @ L_inverse @ G @ U)
-    T_U = U.T @ U_plus
-    # 4a: eigenvalue EMA
-    lambda_L = beta2 * lambda_L + (1 - beta2) * torch.diagonal(Q_L.T @ Delta_L @ Q_L)
-    lambda_S = beta2 * lambda_S + (1 - beta2) * torch.diagonal(Q_S.T @ Delta_S @ Q_S)
-    S, Q_S, U = T_U.T @ S @ T_U, T_U.T @ Q_S, U_plus
-    # 4b: infrequent QR
-    if refresh:
-        Q_L, Q_S = qr_q(L @ Q_L), qr_q(S @ Q_S)
-    # 5: update
-    L_inverse_sqrt = Q_L @ torch.diag(lambda_L**-0.5) @ Q_L.T
-    S_inverse_sqrt = Q_S @ torch.diag(lambda_S**-0.5) @ Q_S.T
-    P_perp = torch.eye(n, dtype=G.dtype) - U @ U.T
-    residual = polar(mu**-0.5 * L_inverse_sqrt @ G @ P_perp)
-    W = W - lr * (alpha_kl * L_inverse_sqrt @ G @ U @ S_inverse_sqrt @ U.T + c_a * residual)
-    new = {
-        "U": U,
-        "L": L,
-        "S": S,
-        "Q_L": Q_L,
-        "Q_S": Q_S,
-        "lambda_L": lambda_L,
-        "lambda_S": lambda_S,
-        "mu": mu,
-    }
-    return W, new
 
 
 def low_rank_plus_noise(shape, count, *, signal_rank=3, noise=0.3, scale=1.0, seed=0):
