@@ -1,9 +1,8 @@
 """Pro-KLShampoo written out line by line in float64: an opinion independent of the package.
 
-`ProTranscription` follows Algorithm 2 of arXiv:2605.06316 for a weight in its own orientation: `_step_right`
-is the printed case (rows <= cols), `_step_left` that of Remark "Left projection" (rows > cols), every role
-transposed and the weight left as it is. Nothing is batched, cached or rearranged, and nothing is imported from the
-package.
+`ProTranscription` follows Algorithm 2 of arXiv:2605.06316. A weight of more rows than columns is stepped on its
+transpose, which transposes every role as Remark "Left projection" says. Nothing is batched, cached or rearranged, and
+nothing is imported from the package.
 
 Symbols: rows, cols: the weight's shape; m, n: its short and long side; r: rank of the tracked subspace.
 A stored `s_X` is the clipped, undamped lambda_X^(-1/2).
@@ -141,8 +140,9 @@ class ProTranscription(Transcription):
         variant="pro-klshampoo",
         **settings,
     ):
+        self.tall = W.shape[0] > W.shape[1]
         super().__init__(W, **settings)
-        self.m, self.n = min(self.W.shape), max(self.W.shape)
+        self.m, self.n = self.oriented.shape
         self.r = min(rank, self.m, self.n - 1)
         if alpha_kl == "auto":  # sqrt(low high), low = 1/sqrt(m (n - r)) and high = sqrt(k) low
             alpha_kl = min(self.m, self.n - self.r) ** 0.25 / (self.m * (self.n - self.r)) ** 0.5
@@ -151,8 +151,17 @@ class ProTranscription(Transcription):
         if variant != "smok-hop":
             self.guard.gain = 1 / (1 - self.momentum)
 
+    @property
+    def W(self):
+        """The weight as it is; ``oriented`` has its short side first."""
+        return self.oriented.T if self.tall else self.oriented
+
+    @W.setter
+    def W(self, W):
+        self.oriented = W.T if self.tall else W
+
     def step(self, G):
-        G = G.to(torch.float64)
+        G = (G.T if self.tall else G).to(torch.float64)
         if self.t is None:
             if bool((G != 0).any()):
                 self.initialise(G)
@@ -162,7 +171,7 @@ class ProTranscription(Transcription):
             self._refresh()
             return
         self.guard.look(self._whitened_size(G))
-        (self._step_right if self.rows <= self.cols else self._step_left)(self.guard.c * G)
+        self._step(self.guard.c * G)
         self._refresh()
         self.guard.close()
         if self.init_eigenvalue == "auto":
@@ -170,7 +179,6 @@ class ProTranscription(Transcription):
 
     def _whitened_size(self, G):
         """The larger rms of L^-1/2 G R^-1/2 in the subspace and outside it, R = U S U^T + mu (I - U U^T)."""
-        G = G if self.rows <= self.cols else G.T
         a_L, a_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         outside = torch.eye(self.n, dtype=torch.float64) - self.U @ self.U.T
         root_R = self.U @ self.Q_S @ a_S @ self.Q_S.T @ self.U.T + self.damped(self.s_mu) * outside
@@ -196,7 +204,7 @@ class ProTranscription(Transcription):
         unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
         self.C_short = ceiling(self.m) / math.sqrt(unit)
         self.C_sub = ceiling(self.n) / math.sqrt(unit)
-        self.C_mu = ceiling(max(self.m, self.n)) / math.sqrt(unit)
+        self.C_mu = ceiling(self.n) / math.sqrt(unit)
         self.damping = self.eps * math.sqrt(unit)
 
     def initialise(self, G):
@@ -207,24 +215,16 @@ class ProTranscription(Transcription):
         unit = lambda_0 if auto else 1.0  # "auto" measures every eigenvalue in units of lambda_0
 
         X, _, Yt = torch.linalg.svd(G, full_matrices=False)
-        if self.rows <= self.cols:
-            self.U = Yt.T[:, : self.r]
-            self.Q_short = X
-            G_sub = G @ self.U
-            short, sub = G_sub @ G_sub.T, G_sub.T @ G_sub
-        else:
-            self.U = X[:, : self.r]
-            self.Q_short = Yt.T
-            G_sub = self.U.T @ G
-            short, sub = G_sub.T @ G_sub, G_sub @ G_sub.T
-        self.short = (1 - self.beta2) / self.r * short / unit
-        self.S = (1 - self.beta2) / self.m * sub / unit
+        self.U, self.Q_short = Yt.T[:, : self.r], X
+        G_sub = G @ self.U
+        self.short = (1 - self.beta2) / self.r * G_sub @ G_sub.T / unit
+        self.S = (1 - self.beta2) / self.m * G_sub.T @ G_sub / unit
         self.Q_S = torch.eye(self.r, dtype=torch.float64)
         start = lambda_0**-0.5
         self.s_short = torch.full((self.m,), start, dtype=torch.float64)
         self.s_S = torch.full((self.r,), start, dtype=torch.float64)
         self.s_mu = torch.tensor(start, dtype=torch.float64)
-        self.M = torch.zeros_like(self.W)
+        self.M = torch.zeros_like(self.oriented)
         self.t = 0
 
     def damped(self, s):
@@ -259,16 +259,16 @@ class ProTranscription(Transcription):
         self.direction = D_res + self.alpha * D_sub
         if self.matched:  # an EMA of independent gradients of size 1, or torch's factor of an orthogonal update
             ema = math.sqrt((1 - self.momentum) / (1 + self.momentum))
-            self.direction *= 0.2 / ema if self.variant == "smok-hop" else 0.2 * math.sqrt(max(self.rows, self.cols))
-        self.W = shrunk(self.W, self.direction, self.lr * self.weight_decay, self.cautious)
-        self.W = self.W - self.lr * self.direction
+            self.direction *= 0.2 / ema if self.variant == "smok-hop" else 0.2 * math.sqrt(self.n)
+        W = shrunk(self.oriented, self.direction, self.lr * self.weight_decay, self.cautious)
+        self.oriented = W - self.lr * self.direction
 
     def _ema_inverse_sqrt(self, s, new, C):
         """EMA of the undamped lambda = s^-2, then the clip."""
         return (self.beta2 * s**-2 + (1 - self.beta2) * new).rsqrt().clamp(max=C)
 
-    def _step_right(self, G):
-        m, n, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
+    def _step(self, G):
+        m, n, r, beta2, U = self.m, self.n, self.r, self.beta2, self.U
         Q_L, Q_S = self.Q_short, self.Q_S
         # (1) momentum and projection
         G_hat = self._look_ahead(G)
@@ -302,45 +302,10 @@ class ProTranscription(Transcription):
         T_rot = U.T @ U_new
         self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
 
-    def _step_left(self, G):
-        p, q, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
-        Q_R, Q_S = self.Q_short, self.Q_S
-        # (1)
-        G_hat = self._look_ahead(G)
-        G_hat_par = U.T @ G_hat
-        G_hat_perp = G_hat - U @ G_hat_par
-        # (2)
-        D_R, D_S = self._roots_of_the_direction()
-        D_sub = U @ Q_S @ D_S @ Q_S.T @ G_hat_par @ Q_R @ D_R @ Q_R.T
-        D_res = self._residual_direction(G_hat, G_hat_perp, G_hat_perp @ Q_R @ D_R @ Q_R.T)
-        self._move(D_res, D_sub)
-        # (3)
-        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
-        G_til = U.T @ G
-        G_perp = G - U @ G_til
-        short_diag = (D_S @ Q_S.T @ G_til @ Q_R).square().mean(dim=0)
-        sub_diag = (Q_S.T @ G_til @ Q_R @ D_R).square().mean(dim=1)
-        e_res = torch.diagonal(Q_R.T @ G_perp.T @ G_perp @ Q_R)
-        inv_mu = self.damped(self.s_mu) ** 2
-        self.s_short = self._ema_inverse_sqrt(self.s_short, (r * short_diag + inv_mu * e_res) / p, self.C_short)
-        self.s_S = self._ema_inverse_sqrt(self.s_S, sub_diag, self.C_sub)
-        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
-        tail = (e_res * torch.diagonal(D_R) ** 2).sum() / (q * (p - r))
-        self.s_mu = self._ema_inverse_sqrt(self.s_mu, tail, self.C_mu)
-        inv_mu = self.damped(self.s_mu) ** 2
-        X = D_S @ Q_S.T @ G_til
-        self.short = beta2 * self.short + (1 - beta2) / p * (X.T @ X + inv_mu * G_perp.T @ G_perp)
-        Y = G_til @ Q_R @ D_R
-        self.S = beta2 * self.S + (1 - beta2) / q * Y @ Y.T
-        # (4)
-        U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / q * G @ Q_R @ D_R @ D_R @ Q_R.T @ G.T @ U)
-        T_rot = U.T @ U_new
-        self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
-
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
         return {
-            "M": self.M if self.rows <= self.cols else self.M.T,
+            "M": self.M,
             "U": self.U,
             "L": self.short,
             "S": self.S,
