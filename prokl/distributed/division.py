@@ -26,7 +26,7 @@ from prokl.distributed.ownership import Part, divide
 from prokl.distributed.team import Team, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight, is_dtensor
-from prokl.engine import adamw, checkpoint
+from prokl.engine import checkpoint
 from prokl.engine.engine import Engine
 from prokl.engine.validation import check_gradient, check_names
 from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weights_of
@@ -191,9 +191,7 @@ class Division:
         """Step everything; return warnings."""
         all_weights = [*weights_of(outer.groups)]
         for one in all_weights:  # what all ranks refuse alike, and before any waits
-            check_gradient(one.p, one.name)
-            if not one.matrix:
-                adamw.check_gradient(one.p, one.name, fused=False)  # of stand-ins it is asked where they step
+            check_gradient(one, is_stepped=False)  # stand-ins are looked at where they step
         for index in range(len(outer.groups)):
             outer.check_group(index)
         self.check_unbroken("step")

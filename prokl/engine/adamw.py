@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
 from prokl.backends.device import is_host_readable
-from prokl.engine.validation import PLAIN, why_not_plain_memory
+from prokl.engine.validation import PLAIN, lies_otherwise, why_not_plain_memory
 from prokl.engine.weights import Weight, may_move, named
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -149,25 +149,6 @@ def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
                 entry[key] = value.to(home)
 
 
-def check_gradient(p: Tensor, name: str, fused: bool) -> None:
-    """Raise ValueError for a gradient of another dtype or, where ``fused``, one that lies otherwise than its weight."""
-    if p.grad is not None and p.grad.dtype != p.dtype:
-        raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
-    if fused and p.grad is not None and (reason := _lies_otherwise(p, p.grad)):
-        raise ValueError(f"{name} has a gradient {reason}.")
-
-
-def _lies_otherwise(p: Tensor, t: Tensor) -> str | None:
-    """Return why fused kernels, which go through memory, would go through ``t`` otherwise than through the weight."""
-    one, other = ([s for s, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (p, t))
-    if one == other and not t.is_neg():
-        return None
-    return (
-        f"{'negated in name alone' if t.is_neg() else f'of strides {t.stride()}'}: with fused=True it must lie in "
-        f"memory as the weight does, in strides {p.stride()}. Use torch.empty_like(p).copy_(...) of it, or fused=False"
-    )
-
-
 def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str | None:
     """Return the first thing of AdamW's state that is not as the weight and its group need it; None where all is.
 
@@ -195,7 +176,7 @@ def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str |
             )
         if type(p) in PLAIN and (reason := why_not_plain_memory(value)):  # of another class PyTorch makes what it needs
             return f"{name} has {key} {reason}"
-        if live and group["fused"] and (reason := _lies_otherwise(p, value)):
+        if live and group["fused"] and (reason := lies_otherwise(p, value)):
             return f"{name} has {key} {reason}"
     step, where = state.get("step"), p.device if group["fused"] or group["capturable"] else None
     if not isinstance(step, Tensor):

@@ -33,19 +33,11 @@ from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
 from prokl.engine.specified import SpecifiedBucket
-from prokl.engine.validation import (
-    PLAIN,
-    check_gradient,
-    check_matrix_parameter,
-    check_memory,
-    check_names,
-    in_float16,
-)
+from prokl.engine.validation import PLAIN, check_gradient, check_names, check_weight, in_float16
 from prokl.engine.weights import (
     DEFAULTS,
     Weight,
     blank_state,
-    check_reading,
     clock,
     may_move,
     plain_group,
@@ -165,9 +157,7 @@ class Engine:
                 and g.data_ptr()
                 and (not fused or g.stride() == p.stride())
             ):
-                check_gradient(p, weight.name, weight.matrix or type(p) in PLAIN)
-                if not weight.matrix:
-                    adamw.check_gradient(p, weight.name, fused)
+                check_gradient(weight)
         work = []
         for bucket in self._buckets:
             plan = bucket.decide()
@@ -229,8 +219,8 @@ class Engine:
             raise Sharded
         self.inherit(weights)
         for weight in weights:
-            check_gradient(weight.p, weight.name, weight.matrix or type(weight.p) in PLAIN)
-            _check_weight(weight)
+            check_weight(weight)
+            check_gradient(weight)
         for index, group in enumerate(self.groups):
             if group["algorithm"] == "adamw":
                 adamw.check_options(group, index)
@@ -332,7 +322,7 @@ class Engine:
         else:
             self.method.check(group)
         for weight in weights_of([group], index):
-            _check_weight(weight)
+            check_weight(weight)
             if weight.matrix:
                 dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
                 self.select(group["backend"], weight.p.device, group["precision"], dtype)
@@ -415,11 +405,3 @@ class Engine:
         """Go on from other groups and another state; of the ``restored`` groups state was loaded."""
         self.forget()
         self.remember([weight for weight in weights_of(self.groups) if weight.group_index in restored])
-
-
-def _check_weight(weight: Weight) -> None:
-    """Raise ValueError for a weight that its algorithm cannot read or write."""
-    if weight.matrix and weight.p.device.type != "meta":
-        check_matrix_parameter(weight.p, weight.name)
-        check_reading(weight)
-    check_memory(weight)

@@ -14,7 +14,7 @@ from prokl.algorithm.method import Group
 from prokl.algorithm.settings import SYNONYMS
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.algorithm.signatures import REMOVED
-from prokl.engine.weights import FLATTENED, Weight, may_move, named, weights_of
+from prokl.engine.weights import FLATTENED, Weight, check_reading, may_move, named, weights_of
 
 ADAMW_GROUP = '{"params": [...], "algorithm": "adamw", "lr": ...}'
 KERNEL_WIDTHS = (3, 5, 7, 9)
@@ -72,23 +72,6 @@ def check_names(groups: Sequence[Group]) -> None:
                 )
 
 
-def check_matrix_parameter(p: Tensor, name: str) -> None:
-    """Raise ValueError when the matrix method cannot take ``p``."""
-    remedy = f"put it in a group {ADAMW_GROUP} with an lr of AdamW's"
-    if p.dtype not in PARAMETER_DTYPES:
-        cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
-        raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
-    if p.ndim < 2:
-        raise ValueError(
-            f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model pass "
-            f"prokl.param_groups(model, lr=..., adamw_lr=...); for this weight {remedy}. {FLATTENED}"
-        )
-    if p.numel() == 0:
-        raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")
-    if MatrixShape.of(p).n == 1:
-        raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
-
-
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are certain to be no wrappers."""
 
@@ -117,37 +100,62 @@ def why_not_plain_memory(t: Tensor) -> str | None:
     return None
 
 
-def check_memory(weight: Weight) -> None:
-    """Raise ValueError for a weight that may move and is no plain memory: a step would miss it, or go wrong.
+def lies_otherwise(p: Tensor, t: Tensor) -> str | None:
+    """Return why fused kernels, which go through memory, would go through ``t`` otherwise than through the weight."""
+    one, other = ([s for s, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (p, t))
+    if one == other and not t.is_neg():
+        return None
+    return (
+        f"{'negated in name alone' if t.is_neg() else f'of strides {t.stride()}'}: with fused=True it must lie in "
+        f"memory as the weight does, in strides {p.stride()}. Use torch.empty_like(p).copy_(...) of it, or fused=False"
+    )
 
-    PyTorch's AdamW knows what to do with wrappers, and a division with DTensors, whose parts it looks at.
-    """
-    p = weight.p
+
+def check_weight(weight: Weight) -> None:
+    """Raise ValueError for a weight that its algorithm cannot read, or a step could not write."""
+    p, name = weight.p, weight.name
     if p.device.type == "meta":  # what replaces it is another tensor, never trained
         raise ValueError(
-            f"{weight.name} is on the meta device, which holds no values; must be on a real one: materialise the "
-            "model, by model.to_empty(device=...) or by loading its weights, before making the optimizer."
+            f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
+            "model.to_empty(device=...) or by loading its weights, before making the optimizer."
         )
+    remedy = f"put it in a group {ADAMW_GROUP} with an lr of AdamW's"
+    if weight.matrix:
+        if p.dtype not in PARAMETER_DTYPES:
+            cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
+            raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
+        if p.ndim < 2:
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model "
+                f"pass prokl.param_groups(model, lr=..., adamw_lr=...); for this weight {remedy}. {FLATTENED}"
+            )
+        if p.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")
+        if MatrixShape.of(p).n == 1:
+            raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
+        check_reading(weight)
+    # AdamW knows what to do with wrappers, and a division with DTensors, whose parts are looked at.
     wrapped = hasattr(p, "device_mesh") or not (weight.matrix or type(p) in PLAIN)
     if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
         raise ValueError(
-            f"{weight.name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "
+            f"{name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "
             "p.to_dense(), or put a matrix that is none into an AdamW group."
         )
 
 
-def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
+def check_gradient(weight: Weight, is_stepped: bool = True) -> None:
     """Raise an error for a gradient that does not go with its weight, before anything has moved.
 
     Args:
-        p: the weight. name: its own.
-        in_memory: whether the step goes by the gradient's address. What is lazily negated is negated then.
+        weight: whose gradient.
+        is_stepped: whether it is what a step goes through, and no part of that. What is lazily negated is negated then.
 
     Raises:
         RuntimeError: it is sparse.
-        ValueError: its shape or device are not the weight's, it is complex, or no memory.
+        ValueError: its shape or device are not the weight's, it is complex, of another dtype than AdamW's weight, or no
+            memory.
     """
-    g = p.grad
+    p, name, g = weight.p, weight.name, weight.p.grad
     if g is None:
         return
     if g.layout != torch.strided:
@@ -161,12 +169,17 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
             f"{tuple(g.shape)} on {g.device}: they must go together. Call zero_grad() after changing a weight, and "
             "backward() again."
         )
-    if in_memory and (reason := why_not_plain_memory(g.resolve_neg())):
-        if "(strides" not in reason:  # an expanded one is only read
-            raise ValueError(
-                f"{name} has a gradient {reason}; the step needs plain memory: make a plain tensor of it, as "
-                "by trigger_wait() or to_local(), before the step."
-            )
+    if not weight.matrix and g.dtype != p.dtype:
+        raise ValueError(f"{name} is {p.dtype} and its gradient {g.dtype}: AdamW needs p.grad.to(p.dtype).")
+    in_memory = is_stepped and (weight.matrix or type(p) in PLAIN)
+    reason = why_not_plain_memory(g.resolve_neg()) if in_memory else None
+    if reason is not None and "(strides" not in reason:  # an expanded one is only read
+        raise ValueError(
+            f"{name} has a gradient {reason}; the step needs plain memory: make a plain tensor of it, as "
+            "by trigger_wait() or to_local(), before the step."
+        )
+    if is_stepped and not weight.matrix and weight.group["fused"] and (reason := lies_otherwise(p, g)):
+        raise ValueError(f"{name} has a gradient {reason}.")
 
 
 def like_conv1d(groups: Sequence[Group], index: int) -> str | None:
