@@ -73,11 +73,6 @@ class Rows(NamedTuple):
     mask: Tensor
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where in memory each begins."""
-    return [t.data_ptr() for t in tensors]
-
-
 def _identity(member: Member) -> tuple[Any, ...]:
     p = member.p
     return id(p), member.name, member.shape, member.suffix, member.first, p.dtype, p.device
@@ -145,7 +140,7 @@ class Bucket:
         self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
         self._every = tuple(range(count))
         self._views = [view for i in range(len(self.members)) for view in self._adopt(i)]
-        self._addresses = addresses([view for _, _, view in self._views])
+        self._addresses = [view.data_ptr() for _, _, view in self._views]
         self._write_clocks()
         self._parameters = [member.p for member in self.members]
         self._converted = [
@@ -199,7 +194,7 @@ class Bucket:
             and all(map(is_, states, self.states))
             and self.rounding.mode == mode_of(group, members[0].p.dtype)
             and all(state.get(key) is view for state, key, view in self._views)
-            and addresses([view for _, _, view in self._views]) == self._addresses
+            and [view.data_ptr() for _, _, view in self._views] == self._addresses
             and all(state.get(key) is left for state, key, left in self.clocks)
         )
 
