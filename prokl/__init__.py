@@ -10,7 +10,7 @@ from prokl.optimizer import PAPER, KLShampoo, ProKLShampoo
 from prokl.routing.param_groups import param_groups
 
 __all__ = ["PAPER", "KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
-__version__ = "0.6.1.dev0"
+__version__ = "0.7.0.dev0"
 
 
 def __getattr__(name: str) -> ModuleType:
