@@ -199,9 +199,9 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: it is "meta", which holds no values. Nothing has moved then.
-            RuntimeError: torch's, for a device that this machine does not have. Likewise.
+            RuntimeError: this machine does not have the device. Nothing has moved then.
         """
-        home = torch.empty(0, device=device).device  # torch's error where this machine does not have it
+        home = torch.empty(0, device=device).device  # torch raises where this machine does not have it
         if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
         self.engine.offload(home)

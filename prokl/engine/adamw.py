@@ -47,10 +47,10 @@ class AdamWGroups:
         return defaults
 
     def step(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step the groups, whose weights have all begun. Gradients that are not finite are taken away meanwhile.
+        """Step the groups, whose weights have all begun, but where a gradient is not finite.
 
-        On a CPU, where reading one waits for nothing, and with fused kernels, which are told on the device. PyTorch's
-        other implementations take no such thing.
+        On a CPU reading one waits for nothing, and it is taken away meanwhile. Fused kernels are told on the device;
+        PyTorch's other implementations take no such thing.
         """
         self._adamw.state = state  # type: ignore[assignment]
         aside: list[tuple[Tensor, Tensor]] = []
@@ -88,7 +88,7 @@ class AdamWGroups:
     def look(self, devices: dict[torch.device, list[Tensor]]) -> dict[Tensor, Tensor]:
         """Return by weight what tells PyTorch's fused kernels to leave it: float32 (), 1 for a gradient not finite.
 
-        Without a wait: nothing is read. Weights of a device share it, unless they are ``apart``.
+        Nothing is read, so nothing waits. Weights of a device share it, unless they are ``apart``.
         """
         found: dict[Tensor, Tensor] = {}
         for device, weights in devices.items():
