@@ -34,9 +34,6 @@ class Options:
     out: Path  # Folder for the shards
     tokens: int  # To train on, such as 5000000000
 
-    def __post_init__(self) -> None:
-        at_least(1, tokens=self.tokens)
-
 
 def documents(split: str) -> Iterator[np.ndarray]:
     """Yield the tokens of a split's documents, as they are streamed, but for those with tokens that no model knows."""
@@ -83,6 +80,7 @@ def write_shards(tokens: Iterable[np.ndarray], limit: int, stem: Path) -> str:
 def main(argv: Sequence[str]) -> int:
     """Write the validation shard, then the training shards; return the exit status."""
     o = options(Options, argv, "bench.c4")
+    at_least(1, tokens=o.tokens)
     make_folder(o.out)
     if any(o.out.glob("*.bin")):
         raise UsageError(f"--out {o.out} has shards already; choose another folder, or delete them")

@@ -34,9 +34,6 @@ FAR = 2.0**-10
 """Distance of steps from graphs from those without, relative to the distance moved, that sums in another order do not
 explain. Newton-Schulz is in float32: in bfloat16 rounding would make 0.02 of a step by itself."""
 
-Check = Callable[[], str]
-"""Returns what was found; raises if it is wrong."""
-
 
 def kernel(case: Case, sizes: Sizes, device: torch.device) -> str:
     """Compare a kernel with float64."""
@@ -91,8 +88,8 @@ def graphs(sizes: Sizes, precision: str, device: torch.device) -> str:
     return f"{apart:.2g} of the way from the steps without; the last one took {1e3 * took:.2f} ms"
 
 
-def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
-    """Yield what is asked, the cheapest first."""
+def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield what is asked, the cheapest first, and what says what it found, or raises if it is wrong."""
     for name, line in doctor.lines():
         yield f"doctor: {name}", line
     for case in KERNELS:

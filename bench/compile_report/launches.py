@@ -69,11 +69,6 @@ def _specialised(value: Any) -> Any:
     return float if isinstance(value, float) else value
 
 
-def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Draw a tensor that holds nothing; see :mod:`bench.micro.case`."""
-    return torch.empty(shape, dtype=dtype)
-
-
 def _recorded(a: Any) -> Any:
     """Return what is kept of an argument, or of a tuple of them."""
     if isinstance(a, tuple):
@@ -105,5 +100,5 @@ def called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Launch]:
     """Return what a case launches over the operations of its precision."""
     ops, found = _triton_backend(True, False, case.balanced, True).ops, []
     with recording(found.append):
-        case.bind(case.inputs(sizes, dtypes, shapes), ops)()
+        case.bind(case.inputs(sizes, dtypes, lambda *shape, dtype: torch.empty(shape, dtype=dtype)), ops)()
     return found

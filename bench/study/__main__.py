@@ -6,29 +6,11 @@ minutes as there are. The last two go on with the recorded rows.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from bench import command
 
 NAMES = ("main", "ablation", "cosmos", "lengths", "gpt-124m")
-
-
-def compare(name: str, argv: Sequence[str]) -> int:
-    """Run what takes tyro and pandas."""
-    from bench.study import comparisons, lengths
-
-    commands: dict[str, tuple[type, Callable[[Any], str]]] = {
-        **{name: (comparisons.Options, partial(comparisons.run, name)) for name in comparisons.COMPARISONS},
-        "lengths": (lengths.Options, lengths.run),
-    }
-    kind, run = commands[name]
-    options = command.options(kind, argv, f"bench.study {name}")
-    command.make_folder(options.out)
-    if text := run(options):
-        print(f"\n{text}\nResults are in {options.out}", flush=True)
-    return 0
 
 
 @command.command
@@ -41,7 +23,13 @@ def main(argv: Sequence[str]) -> int:
         from bench.study import gpt124m
 
         return gpt124m.main(argv[1:])
-    return compare(name, argv[1:])
+    from bench.study import comparisons, lengths
+
+    if name == "lengths":
+        lengths.run(command.options(lengths.Options, argv[1:], "bench.study lengths"))
+    else:
+        comparisons.run(name, command.options(comparisons.Options, argv[1:], f"bench.study {name}"))
+    return 0
 
 
 if __name__ == "__main__":

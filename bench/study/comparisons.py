@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from bench import rows
-from bench.command import UsageError, at_least
+from bench.command import UsageError, at_least, make_folder
 from bench.optimizers import PRO, Hyper
 from bench.presets import SELECTED, preset
 from bench.study import figures, runs, tables
@@ -71,8 +71,8 @@ class Options(runs.Options):
         raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
 
 
-def run(name: str, o: Options) -> str:
-    """Train what is missing, seed by seed, and draw; return the table."""
+def run(name: str, o: Options) -> None:
+    """Train what is missing, seed by seed, draw, and print the table."""
     path, curves, environment = o.out / "runs.csv", o.out / "curves.csv", rows.environment(torch.device(o.device))
     compared = {scale: its for scale in o.scales if (its := selected(name, scale.name))}
     if not compared:
@@ -84,6 +84,7 @@ def run(name: str, o: Options) -> str:
         for seed, h in product(o.seeds, hypers):
             label = f"{h.method}-r{h.rank}" if h.rank else h.method
             tasks.append(runs.Task(scale, o.data, label, h, seed, o.folder))
+    make_folder(o.out)
     free = [f"cuda:{i}" for i in range(o.jobs)] if o.device == "cuda" else ["cpu"] * o.jobs
     busy: dict[runs.Task, str] = {}
 
@@ -112,4 +113,4 @@ def run(name: str, o: Options) -> str:
     every = list(map(key, tasks))
     own, along = ([row for key in every for row in rows.having(rows.read(file), key)] for file in (path, curves))
     figures.loss(o.out / f"{name}-loss.png", rows.typed(along))
-    return tables.table_of(rows.typed(own), rows.typed(along))
+    print(f"\n{tables.table_of(rows.typed(own), rows.typed(along))}\nResults are in {o.out}", flush=True)

@@ -241,10 +241,7 @@ def units(found: "DataFrame") -> dict[Unit, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(runs.Options):
-    """Train every method at its defaults and tuned, at every length: lengths.csv, and losses along the way.
-
-    What bench/study/lengths.py asks for, which was fixed before it was trained.
-    """
+    """Train what bench/study/lengths.py asks for: every method at its defaults and tuned, at every length."""
 
     models: tuple[Literal[tuple(TINY)], ...] = tuple(TINY)  # type: ignore[valid-type]
     """Some of them."""
@@ -258,8 +255,9 @@ class Options(runs.Options):
         command.at_least(1, lengths=self.lengths)
 
 
-def run(o: Options) -> str:
+def run(o: Options) -> None:
     """Train what is wanted until nothing is; what is wanted follows from the losses of what was trained."""
+    command.make_folder(o.out)
     path, curves = o.out / "lengths.csv", o.out / "lengths-curves.csv"
     losses = units(rows.frame(path))
 
@@ -274,4 +272,3 @@ def run(o: Options) -> str:
         runs.keep(path, curves, row, runs.curve(record), KEY)
 
     runs.work(lambda: wanted(o.models, o.lengths, o.forms, o.seeds, losses), task, done, o.jobs)
-    return ""
