@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ class Options:
     """Side by side."""
     lr: dict[Method, float] = field(default_factory=dict)
     """Learning rates by optimizer in place of their own, as in muon 0.02; embedding, head and norms have adamw's"""
-    threads: int = min(4, command.cores())  # CPU threads; if not given, the cores, 4 at most
+    threads: int | None = None  # CPU threads; if not given, as many of 1, 2 and 4 as are quickest now
 
     def __post_init__(self) -> None:
         command.at_least(0, seed=self.seed)
@@ -59,16 +60,31 @@ class Options:
         return [Hyper(name, lrs[name], lrs["adamw"], rank=ranks.get(name)) for name in self.optimizers]
 
 
+def quickest_threads(trial: Run) -> int:
+    """Return how many of torch's CPU threads step quickest now: beside other work two can be far slower than one."""
+    batch = trial.source.training_batch(0, 0, trial.scale.batch, trial.scale.config.context)
+
+    def seconds(count: int) -> float:
+        torch.set_num_threads(count)
+        start = perf_counter()
+        trial.step(1.0, *batch)
+        return perf_counter() - start
+
+    seconds(1)  # which starts the state
+    return min((count for count in (1, 2, 4) if count <= command.cores()), key=seconds)
+
+
 def run(o: Options) -> str:
     """Train and write the results; return what came out."""
     scale, hypers = replace(DEMO, steps=o.steps), o.selected
     source = open_data(scale, o.data)
     path = runs.checkpoint(o.out / "checkpoints", f"seed-{o.seed}", scale, hypers, o.seed, source, "cpu")
     tokens = sum(map(len, source.train))
-    print(f"Trains on {source.name}, {tokens:,} tokens, with {o.threads} threads; results go to {o.out}")
+    torch.set_num_threads(o.threads or quickest_threads(Run(scale, hypers[-1], o.seed, source)))
+    print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}")
+    print(f"Threads: {torch.get_num_threads()} of {command.cores()} cores.")
     print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.")
     print("Ctrl-C is safe: the same command goes on.", flush=True)
-    torch.set_num_threads(o.threads)
     side_by_side = [Run(scale, h, o.seed, source) for h in hypers]
     train(side_by_side, path, shown=True)
     made_of, here = runs.of_scale(scale, source.vocabulary, "cpu"), rows.environment(torch.device("cpu"))

@@ -15,6 +15,7 @@ from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
 from bench.training import loop
 from bench.training.run import Record, Run
+from bench.training.sources import open_source
 from tests.experiments import text_in
 
 FOUR = ["adamw", "muon-0.9", "kl-shampoo", "pro-klshampoo"]
@@ -58,8 +59,9 @@ def curves(folder):
 
 @pytest.mark.slow
 def test_every_result_is_written(trained):
-    first, chosen, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
-    assert first.startswith("Trains on file text.txt, ") and first.endswith(f" with 1 threads; results go to {trained}")
+    first, threads, chosen, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
+    assert first.startswith("Trains on file text.txt, ") and first.endswith(f" tokens; results go to {trained}")
+    assert threads.startswith("Threads: 1 of ")
     assert "were chosen on the default run" in chosen and "Ctrl-C is safe" in safe
     assert picture == f"Picture: {trained / 'loss.png'}"
     assert len(sentences) == 3 and all(label in sentence for label in LABELS for sentence in sentences)
@@ -115,7 +117,7 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert job("--lr", "muon-0.9", 1e30) == 0
     step = int(frame(tmp_path / "out" / "runs.csv").set_index("optimizer").loc["muon-0.9", "diverged_at"])
     assert 1 < step < 5
-    said = capsys.readouterr().out.splitlines()[4:]
+    said = capsys.readouterr().out.splitlines()[5:]
     assert said[0] == f"Muon, momentum 0.9 diverged at step {step}." and not any("Muon" in line for line in said[1:])
     here, there = (
         its[its["optimizer"] != "muon-0.9"].reset_index(drop=True) for its in map(curves, (tmp_path / "out", trained))
@@ -137,6 +139,20 @@ def test_a_stopped_run_goes_on_under_another_number_of_threads(trained, job, tmp
     # measured: 0, as one thread takes sums this small; other sums moved a loss by 4e-3 (tests/test_experiments_runs.py)
     assert (here - there).abs().max() < 1e-2
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("seconds, chosen", [((1.0, 9.0, 9.0), 1), ((1.0, 0.6, 0.7), 2), ((1.0, 0.6), 2)])
+def test_threads_are_as_many_as_make_a_step_quickest(seconds, chosen, monkeypatch, text):
+    """By a clock that a step alone moves."""
+    now, of = [0.0], dict(zip((1, 2, 4), seconds, strict=False))
+    monkeypatch.setattr(Run, "step", lambda run, *given: now.append(now[-1] + of[torch.get_num_threads()]))
+    monkeypatch.setattr(pretrain, "perf_counter", lambda: now[-1])
+    monkeypatch.setattr(pretrain.command, "cores", lambda: max(of))
+    (h,), before = pretrain.Options(optimizers=("adamw",)).selected, torch.get_num_threads()
+    try:
+        assert pretrain.quickest_threads(Run(SMALL, h, 0, open_source(text, 16))) == chosen
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_sentences_rank_by_steps_by_seconds_and_by_state():
