@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import ALGORITHMS, Advanced, check_adamw, check_choice, clone_if_tensor, plain
 from prokl.algorithm.signatures import check_known
-from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
+from prokl.distributed.ownership import check_placements
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import prokl
-from prokl.distributed import agreement
+from prokl.distributed.team import difference
 from tests.distributed.placements import (
     Run,
     assert_close,
@@ -165,7 +165,8 @@ def grown_with_its_state():
 def test_a_weight_that_has_grown_is_refused_on_every_rank(pools):
     for kind, text in pools[2].run(grown_with_its_state):
         assert kind == "ValueError"
-        assert text.startswith("Invalid shape=(11, 12) of a: its work was divided with shape=(8, 12). Set it back, or")
+        assert text.startswith("a has {'algorithm': 'matrix', 'shape': (11, 12),") and "with {" in text
+        assert "'shape': (8, 12)" in text and "set it back, or remove its state, optimizer.state.pop(p)" in text
 
 
 def with_a_late_shard(how):
@@ -421,7 +422,7 @@ def test_the_weight_that_differs_is_named_on_every_rank(what, words, pools):
 def test_the_first_difference_is_told_and_owners_last(theirs, words):
     """Of the first ranks that differ; here the last of three."""
     ours = [("a", "0 to 1 of rank 0"), ("b", "0 to 1 of rank 1")]
-    error = agreement._difference(SimpleNamespace(ranks=(4, 5, 7)), [ours, ours, theirs])
+    error = difference(SimpleNamespace(ranks=(4, 5, 7)), [ours, ours, theirs])
     assert f"Ranks 4 and 7 gave this optimizer other weights: {words}. Names" in str(error)
 
 

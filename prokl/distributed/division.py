@@ -20,10 +20,8 @@ from prokl.algorithm.polynomials import each
 from prokl.algorithm.settings import plain
 from prokl.backends.io import Member
 from prokl.distributed import state as states
-from prokl.distributed.agreement import compare
-from prokl.distributed.blocks import Block, blocks, check_placements, chunk, homes, whole_block
-from prokl.distributed.ownership import Part, divide
-from prokl.distributed.team import Team, team_of
+from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
+from prokl.distributed.team import Line, Team, agree, compare, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine import adamw, checkpoint
@@ -37,6 +35,7 @@ class Division:
 
     Attributes:
         engine: of the stand-ins.
+        weights: those of the optimizer, as this rank has them.
         broken: what a step broke off with, after which weights and state are of two steps.
     """
 
@@ -65,15 +64,16 @@ class Division:
         if layout != self._layout:
             self._divide(outer)
             self._layout = layout
+        kept = {"params", "param_names", *DEFAULTS}
         for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
-            kept = {"params", "param_names", *DEFAULTS}
             local_group.update({key: value for key, value in group.items() if key not in kept})
 
     def _divide(self, outer: Engine) -> None:
+        """Find the owners of new weights; raise on all ranks where one cannot, or has others."""
         all_weights = [*weights_of(outer.groups)]
-        present = {one.p: _kind(one) for one in all_weights}
+        kinds = {one.p: _kind(one) for one in all_weights}
         for p, weight in [*self.weights.items()]:
-            if present.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
+            if kinds.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
                 del self.weights[p]
                 self._exposed.pop(p, None)
                 self.engine.state.pop(weight.stand_in, None)
@@ -84,20 +84,33 @@ class Division:
             weight.follow()
         for one in all_weights:
             self._team(one.p)  # all of them, whatever fails on one rank
-        failure = None
+        failure: Exception | None = None
+        lines: dict[Team, list[Line]] = {team: [] for team in self.teams.values()}
         try:
             for one in all_weights:
-                self._check_kind(one, present[one.p])
+                if one.p in self.weights and kinds[one.p] != self.weights[one.p].kind:
+                    raise ValueError(
+                        f"{one.name} has {kinds[one.p]}, and its work was divided with {self.weights[one.p].kind}: set "
+                        "it back, or remove its state, optimizer.state.pop(p) on all ranks, to begin anew."
+                    )
             for index in range(len(outer.groups)):
                 self._assign([one for one in all_weights if one.group_index == index], outer.method)
             self.engine.groups = self._local_groups(outer.groups)
-            for weight in self.weights.values():
+            for one in all_weights:
+                p, weight = one.p, self.weights[one.p]
                 if weight.stacked and weight.mine is not None and weight.stand_in is not None:
                     self.engine.first[weight.stand_in] = weight.mine.start
+                if weight.team in lines:
+                    form = f"{one.name} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else ", frozen")
+                    form += ", with a gradient" * (not p.requires_grad and may_move(p))
+                    form += f", transposed={one.transposed}, split={one.split} in group {one.group_index}"
+                    owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
+                    lines[weight.team].append((form, owned))
         except Exception as error:  # the others wait for a word
             failure = error
         try:
-            compare(self.teams.values(), all_weights, self.weights, failure)
+            agree(lines, failure, "Nothing was stepped")
+            compare(lines)
         except Exception:
             self.weights, self.loads = before
             raise
@@ -110,27 +123,6 @@ class Division:
                 of_adamw.append(weight)
         self.waves, self.adamw = waves_of(matrices), Wave(of_adamw)
 
-    def _check_kind(self, one: Weight, now: dict[str, Any]) -> None:
-        """Raise ValueError where a weight with state is not what it was when its owners were found."""
-        before = self.weights[one.p].kind if one.p in self.weights else now
-        changed = [key for key, value in now.items() if value != before[key]]
-        if changed:
-            is_now, was = (", ".join(f"{key}={kind[key]!r}" for key in changed) for kind in (now, before))
-            raise ValueError(
-                f"Invalid {is_now} of {one.name}: its work was divided with {was}. Set it back, or remove its state, "
-                "optimizer.state.pop(p) on all ranks, to begin anew."
-            )
-
-    def agree(self, failure: Exception | None) -> None:
-        """Raise a failure on all ranks of whichever has one."""
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for team in self.teams.values():
-            for rank, other in zip(team.ranks, team.gathered(message), strict=True):
-                if other is not None and failure is None:
-                    failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
-        if failure is not None:
-            raise failure
-
     def _team(self, p: Tensor) -> Team | None:
         return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
@@ -138,14 +130,19 @@ class Division:
         """Give every new weight of a group its owners."""
         new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
         for one in group_weights:
-            p = one.p
+            p, team = one.p, self._team(one.p)
             if p in self.weights:
                 continue
-            team = self._team(p)
             if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
                 self.weights[p] = LocalWeight(p, kind=_kind(one))
                 continue
-            held = self._held(p, one.name, team)
+            held = [whole_block(p.shape)] * team.size
+            if is_dtensor(p):
+                mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
+                check_placements(one.name, placements)
+                found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
+                by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
+                held = [by_rank[rank] for rank in team.ranks]
             if one.matrix:
                 check_reading(one)
                 cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
@@ -161,17 +158,6 @@ class Division:
                 for (one, _, held), parts in zip(dealt, owned, strict=True):
                     shapes = tuple(member.shape for member in one.members())
                     self.weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
-
-    @staticmethod
-    def _held(p: Tensor, name: str, team: Team) -> list[Block]:
-        """Return the block of every place of a team."""
-        if not is_dtensor(p):
-            return [whole_block(p.shape)] * team.size
-        check_placements(name, p.placements)  # type: ignore[attr-defined]
-        mesh = p.device_mesh  # type: ignore[attr-defined]
-        rank_blocks = blocks(tuple(p.shape), tuple(mesh.mesh.shape), tuple(p.placements))  # type: ignore[attr-defined]
-        by_rank = dict(zip(mesh.mesh.flatten().tolist(), rank_blocks, strict=True))
-        return [by_rank[rank] for rank in team.ranks]
 
     def _local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
@@ -189,6 +175,7 @@ class Division:
 
     def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
+        self.check_unbroken("step")
         all_weights = [*weights_of(outer.groups)]
         for one in all_weights:  # what all ranks refuse alike, and before any waits
             check_gradient(one.p, one.name)
@@ -197,7 +184,6 @@ class Division:
         for index, group in enumerate(outer.groups):
             outer.check_complete(index, group)
             outer.check_settings(index)
-        self.check_unbroken("step")
         self.update(outer)
         outer.inherit(all_weights)
         for p, entry in self._exposed.items():
@@ -236,39 +222,29 @@ class Division:
         Args:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
-        state = outer.state
-        for one in weights_of(outer.groups):
+        state, all_weights = outer.state, [*weights_of(outer.groups)]
+        for one in all_weights:
             p, weight = one.p, self.weights[one.p]
             entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
-            entered = one.matrix and (may_move(p) or p in loaded)
-            if entered and weight.parts and not entry:
+            if weight.parts and not entry and one.matrix and (may_move(p) or p in loaded):
                 if weight.stand_in is not None:
                     entry = self.engine.begin(replace(one, p=weight.stand_in))
                 elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
-                    layout = states.layout_of_weight(one, outer.method)
-                    state[p] = states.parts_of_state(weight, {}, layout) | state.get(p, {})
+                    state[p] = states.parts_of_state(one, weight, {}, outer.method) | state.get(p, {})
             if entry:
                 if state.get(p) is not entry:  # what a wrapper keeps there stays
                     entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
                 state[p] = self._exposed[p] = entry
             else:
                 self._exposed.pop(p, None)
-        outer.remember([*weights_of(outer.groups)])
+        outer.remember(all_weights)
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
         exported = dict(packed)
         for i, one in enumerate(weights_of(outer.groups)):
-            weight = self.weights.get(one.p)
-            if i not in exported or weight is None:
-                continue
-            if not one.matrix:
-                exported[i] = states.shards_of_state(weight, exported[i])
-            elif weight.parts:
-                # Anew also of what others own: another dtype of a weight is another one of its state.
-                layout = states.layout_of_weight(one, outer.method)
-                entry = {key: v for key, v in exported[i].items() if weight.mine is not None or not is_dtensor(v)}
-                exported[i] = states.parts_of_state(weight, entry, layout)
+            if i in exported and one.p in self.weights:
+                exported[i] = states.exported_state(one, self.weights[one.p], exported[i], outer.method)
         return exported
 
     @contextmanager
@@ -279,8 +255,11 @@ class Division:
             yield
         except Exception as error:
             if not self._peers_notified:
-                self.agree(error)
+                self._agree_to_load(error)
             raise
+
+    def _agree_to_load(self, failure: Exception | None) -> None:
+        agree(self.teams.values(), failure, "Nothing was loaded")
 
     def loaded(self, outer: Engine, state: dict[str, Any]) -> dict[Any, Any]:
         """Take over a loaded state on all ranks, or raise on all; return what is no weight's, as hooks keep it."""
@@ -290,14 +269,14 @@ class Division:
             for key, value in state["state"].get(one.p, {}).items():
                 states.check_part(self.weights[one.p], key, checkpoint.unwrapped(value), one.name)
         self._peers_notified = True
-        self.agree(None)  # all go on to what takes them all
+        self._agree_to_load(None)  # all go on to what takes them all
         failure = None
         try:
             local = self._for_stand_ins(outer, state)
             restored = checkpoint.restore(local, outer.defaults, outer.method, outer.title)
         except Exception as error:
             failure = error
-        self.agree(failure)
+        self._agree_to_load(failure)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
         self.engine.loaded(restored)
         self._exposed, self.broken, self._layout = {}, None, None  # the groups are other objects now

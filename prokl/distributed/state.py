@@ -32,7 +32,7 @@ def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
     return merged
 
 
-def _parts(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]:
+def _rows(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]:
     """Return whether state has an entry for every matrix of a stack, and the rows (start, stop) of it that are here.
 
     Counts of skipped gradients have none. State that is not of a stack is one row, of one owner.
@@ -40,24 +40,6 @@ def _parts(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]
     stacked = weight.stacked and key.partition(".")[0] != "skipped"
     mine = (0, 1) if weight.mine is None or not stacked else (weight.mine.start, weight.mine.stop)
     return stacked, None if weight.mine is None else mine
-
-
-def parts_of_state(weight: LocalWeight, entry: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
-
-    Args:
-        weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. layout: of the whole.
-    """
-    from prokl.distributed.part_of_state import PartOfState
-
-    mesh, exported = weight.team.mesh(weight.p.device), {}
-    for key, (shape, dtype) in layout.items():
-        stacked, mine = _parts(weight, key)
-        parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
-        device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
-        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-        exported[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
-    return exported | {key: value for key, value in entry.items() if key not in layout}
 
 
 def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
@@ -69,18 +51,39 @@ def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
     return weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
 
 
-def shards_of_state(weight: LocalWeight, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
+def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
+
+    Args:
+        one, weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. method: its own.
+    """
+    from prokl.distributed.part_of_state import PartOfState
+
+    layout, exported = layout_of_weight(one, method), {}
+    for key, (shape, dtype) in layout.items():
+        stacked, mine = _rows(weight, key)
+        parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
+        device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
+        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        exported[key] = PartOfState.make(held, parts, mine, stacked, shape, weight.team.mesh(weight.p.device))
+    return exported | {key: value for key, value in entry.items() if key not in layout}
+
+
+def exported_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return a weight's entry of a state dict, with what each rank has a part of in DTensors that say so."""
+    if one.matrix and weight.parts:
+        # Anew also of what others own: another dtype of a weight is another one of its state.
+        own = {key: value for key, value in entry.items() if weight.mine is not None or not is_dtensor(value)}
+        return parts_of_state(one, weight, own, method)
+    p, stand_in = weight.p, weight.stand_in
+    if one.matrix or stand_in is None or (stand_in is p and not weight.parts):
+        return entry
     from torch.distributed.tensor import DTensor
 
-    p, stand_in = weight.p, weight.stand_in
-    if stand_in is p and not weight.parts:
-        return entry
-    mesh, placements = _placed(weight)
+    (mesh, placements), exported = _placed(weight), dict(entry)
     stride = torch.empty(p.shape, device="meta").stride()
-    exported = dict(entry)
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value.ndim and stand_in is not None and value.shape == stand_in.shape:
+        if isinstance(value, Tensor) and value.ndim and value.shape == stand_in.shape:
             exported[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
             exported[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
     return exported
@@ -91,33 +94,7 @@ def check_undivided(state: dict[str, Any]) -> None:
     for one in weights_of(state["param_groups"]):
         for value in map(unwrapped, state["state"].get(one.p, {}).values()):
             if is_dtensor(value):
-                raise ValueError(partial_message(one.name, value))
-
-
-def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return what this rank owns of loaded state, as far as it fits, whether that is the whole or the part.
-
-    All ranks call it, as making a DTensor whole takes them all.
-
-    Args:
-        weight: whose. loaded: its state. layout: of the whole; it may have keys that the layout does not know.
-    """
-    owned = {}
-    for key, value in loaded.items():
-        if is_dtensor(value) and not hasattr(value, "parts"):
-            value = value.full_tensor()
-        stacked, mine = _parts(weight, key)
-        if mine is None:
-            continue
-        shape = layout[key][0] if stacked and key in layout else None
-        if hasattr(value, "parts"):
-            value = value.loaded()
-        elif shape and isinstance(value, (list, tuple)) and len(value) == shape[0]:
-            value = list(value[mine[0] : mine[1]])
-        elif shape and isinstance(value, Tensor) and value.shape == shape:
-            value = value[mine[0] : mine[1]]
-        owned[key] = value
-    return owned
+                raise ValueError(_of_another(one.name, value))
 
 
 def check_part(weight: LocalWeight, key: str, value: Any, name: str) -> None:
@@ -130,16 +107,15 @@ def check_part(weight: LocalWeight, key: str, value: Any, name: str) -> None:
     if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
         return
     if weight.parts:
-        here = _parts(weight, key)[1]
+        here = _rows(weight, key)[1]
         fits = value.device_mesh == weight.team.mesh(weight.p.device) and getattr(value, "mine", here) == here
     else:
         fits = not hasattr(value, "parts") and value.device_mesh == getattr(weight.p, "device_mesh", None)
     if not fits or getattr(value, "of_rank", dist.get_rank()) != dist.get_rank():
-        raise ValueError(partial_message(name, value))
+        raise ValueError(_of_another(name, value))
 
 
-def partial_message(name: str, value: Any) -> str:
-    """Say that a loaded state is one rank's."""
+def _of_another(name: str, value: Any) -> str:
     owners = sorted({part.owner for part in value.parts}) if hasattr(value, "parts") else []
     whose = f"is held by rank {', '.join(map(str, owners))} of its process group" if owners else "is one rank's part"
     return (
@@ -148,6 +124,32 @@ def partial_message(name: str, value: Any) -> str:
         "load, and unfreeze it then. Save with torch.distributed.checkpoint, which can be loaded on any number of "
         "ranks, or save optimizer.gather_state_dict(), which all ranks must call."
     )
+
+
+def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
+    """Return what this rank owns of a matrix weight's loaded state, as far as it fits, whether whole or its part.
+
+    All ranks call it, as making a DTensor whole takes them all.
+
+    Args:
+        weight: whose. loaded: its state. layout: of the whole; it may have keys that the layout does not know.
+    """
+    owned = {}
+    for key, value in loaded.items():
+        if is_dtensor(value) and not hasattr(value, "parts"):
+            value = value.full_tensor()
+        stacked, mine = _rows(weight, key)
+        if mine is None:
+            continue
+        shape = layout[key][0] if stacked and key in layout else None
+        if hasattr(value, "parts"):
+            value = value.loaded()
+        elif shape and isinstance(value, (list, tuple)) and len(value) == shape[0]:
+            value = list(value[mine[0] : mine[1]])
+        elif shape and isinstance(value, Tensor) and value.shape == shape:
+            value = value[mine[0] : mine[1]]
+        owned[key] = value
+    return owned
 
 
 def own_shard(weight: LocalWeight, value: Any) -> Any:
