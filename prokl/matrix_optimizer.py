@@ -254,9 +254,7 @@ class MatrixOptimizer(Optimizer):
             ) from None
         if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
-        self.engine.offload(home)
-        for weight in () if self._division is None else self._division.weights.values():
-            weight.free()
+        (self._division or self._outer).offload(home)
 
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
@@ -48,6 +49,8 @@ class Division:
         self.loads: dict[Team, list[float]] = {}
         self.broken: str | None = None
         self._layout: Any = None
+        self._built_on: Any = None  # what the optimizer's groups, weights and state were when all was checked
+        self._stepped: list[Weight] = []
         # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
         self._exposed: dict[Tensor, dict[str, Any] | None] = dict.fromkeys(
             p for p in outer.state if process_group is None and isinstance(p, Tensor) and not is_dtensor(p)
@@ -176,22 +179,18 @@ class Division:
     def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
         self.check_unbroken("step")
-        all_weights = [*weights_of(outer.groups)]
-        for one in all_weights:  # what all ranks refuse alike, and before any waits
+        built_on, self._built_on = self._built_on, None
+        stands = built_on is not None and outer.stands(built_on)
+        if not stands:
+            self._stepped = [*weights_of(outer.groups)]
+        for one in self._stepped:  # what all ranks refuse alike, and before any waits
             check_gradient(one.p, one.name)
             if not one.matrix:
                 adamw.check_gradient(one.p, one.name, fused=False)  # of stand-ins it is asked where they step
-        for index, group in enumerate(outer.groups):
-            outer.check_complete(index, group)
-            outer.check_settings(index)
-        self.update(outer)
-        outer.inherit(all_weights)
-        for p, entry in self._exposed.items():
-            stand_in, given = self.weights[p].stand_in if p in self.weights else None, outer.state.get(p)
-            if stand_in is not None and given is not entry:  # somebody has put it in the place of this rank's own
-                self.engine.state.pop(stand_in, None)  # without an entry it begins anew
-                if given is not None:
-                    self.engine.state[stand_in] = given
+        if not stands:
+            self._follow(outer)
+        for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
+            local_group["lr"], local_group["weight_decay"] = group["lr"], group["weight_decay"]
         begun = False
         try:
             for weight in self.weights.values():
@@ -205,8 +204,26 @@ class Division:
         finally:
             for weight in self.weights.values():
                 weight.release()
-        self.show(outer)
+        if not stands:
+            self.show(outer)
+            outer.watch(self._stepped)
+            built_on = outer.fingerprint()
+        self._built_on = built_on
         return messages
+
+    def _follow(self, outer: Engine) -> None:
+        """Check and follow groups, weights and state that are not what they were at the last step."""
+        for index, group in enumerate(outer.groups):
+            outer.check_complete(index, group)
+            outer.check_settings(index)
+        self.update(outer)
+        outer.inherit(self._stepped)
+        for p, entry in self._exposed.items():
+            stand_in, given = self.weights[p].stand_in if p in self.weights else None, outer.state.get(p)
+            if stand_in is not None and given is not entry:  # somebody has put it in the place of this rank's own
+                self.engine.state.pop(stand_in, None)  # without an entry it begins anew
+                if given is not None:
+                    self.engine.state[stand_in] = given
 
     def check_unbroken(self, what: str) -> None:
         """Raise RuntimeError where weights and state are of two steps."""
@@ -238,6 +255,13 @@ class Division:
             else:
                 self._exposed.pop(p, None)
         outer.remember(all_weights)
+
+    def offload(self, device: torch.device) -> None:
+        """Move this rank's state to ``device``, and keep nothing where it was: no buffer of a stand-in either."""
+        self._built_on = None
+        self.engine.offload(device)
+        for weight in self.weights.values():
+            weight.free()
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
@@ -279,7 +303,7 @@ class Division:
         self._agree_to_load(failure)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
         self.engine.loaded(restored)
-        self._exposed, self.broken, self._layout = {}, None, None  # the groups are other objects now
+        self._exposed, self.broken, self._layout, self._built_on = {}, None, None, None  # groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
 

@@ -150,9 +150,9 @@ class Engine:
         and weight decay are looked at.
         """
         built_on, self._built_on = self._built_on, None
-        if built_on is None or not self._stands(built_on):
+        if built_on is None or not self.stands(built_on):
             self.build()
-            built_on = self._fingerprint()
+            built_on = self.fingerprint()
         for group in self.groups:
             check_learning_rate("lr", group["lr"])
             check_nonnegative("weight_decay", group["weight_decay"])
@@ -190,7 +190,7 @@ class Engine:
         messages, self._messages = self._messages, []
         return messages
 
-    def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
+    def fingerprint(self) -> tuple[list[Any], list[Any]] | None:
         """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
 
         It is None where something has no address, or is no longer what it was.
@@ -216,9 +216,9 @@ class Engine:
             return None
         return [*self.groups, *weights, *entries, *tensors], forms
 
-    def _stands(self, built_on: tuple[list[Any], list[Any]]) -> bool:
+    def stands(self, built_on: tuple[list[Any], list[Any]]) -> bool:
         """Return True if the layout was built on what groups and state are now."""
-        now, (objects, forms) = self._fingerprint(), built_on
+        now, (objects, forms) = self.fingerprint(), built_on
         if now is None or len(now[0]) != len(objects) or not all(map(is_, now[0], objects)):
             return False
         try:
@@ -295,8 +295,13 @@ class Engine:
         self._fill(placed)
         self.remember(weights)
 
-        self._stepped, self._waiting = weights, waiting
-        self._fused = [weight.p for weight in weights if not weight.matrix and weight.group["fused"]]
+        self._stepped, self._fused = weights, [w.p for w in weights if not w.matrix and w.group["fused"]]
+        self.watch(weights, waiting)
+        self._warn()
+
+    def watch(self, weights: Collection[Weight], waiting: Collection[Tensor] = ()) -> None:
+        """Let a fingerprint be of these weights' settings and state, and say which ``waiting`` ones have a gradient."""
+        self._waiting = waiting
         rates, ours = {"lr", "weight_decay"}, {*self.defaults, *DEFAULTS} - {"differentiable"}
         self._settings = {
             "matrix": itemgetter("algorithm", *(ours - rates)),
@@ -308,7 +313,6 @@ class Engine:
             keys = [key for key in keys if not (weight.matrix and key.startswith("step"))]  # which a step replaces
             if keys:
                 self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
-        self._warn()
 
     def _warn(self) -> None:
         """Say, once, what is allowed and hardly meant: weights in float16, keys that are nearly a setting's."""
