@@ -22,7 +22,7 @@ from prokl.algorithm.settings import plain
 from prokl.backends.io import Member
 from prokl.distributed import state as states
 from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
-from prokl.distributed.team import Line, Team, agree, compare, team_of
+from prokl.distributed.team import Lines, Team, agree, compare, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine import adamw, checkpoint
@@ -88,7 +88,7 @@ class Division:
         for one in all_weights:
             self._team(one.p)  # all of them, whatever fails on one rank
         failure: Exception | None = None
-        lines: dict[Team, list[Line]] = {team: [] for team in self.teams.values()}
+        lines: dict[Team, Lines] = {team: ([], []) for team in self.teams.values()}
         try:
             for one in all_weights:
                 if one.p in self.weights and kinds[one.p] != self.weights[one.p].kind:
@@ -104,11 +104,11 @@ class Division:
                 if weight.stacked and weight.mine is not None and weight.stand_in is not None:
                     self.engine.first[weight.stand_in] = weight.mine.start
                 if weight.team in lines:
-                    form = f"{one.name} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else ", frozen")
-                    form += ", with a gradient" * (not p.requires_grad and may_move(p))
-                    form += f", transposed={one.transposed}, split={one.split} in group {one.group_index}"
-                    owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
-                    lines[weight.team].append((form, owned))
+                    forms, owners = lines[weight.team]
+                    moves = f"requires_grad={p.requires_grad}" + ", frozen" * (not may_move(p))
+                    reading = f"transposed={one.transposed}, split={one.split}, group {one.group_index}"
+                    forms.append(f"{one.name} {tuple(p.shape)} {p.dtype}, {moves}, {reading}")
+                    owners.append(f"{one.name}, owned as {[*map(tuple, weight.parts)]}")
         except Exception as error:  # the others wait for a word
             failure = error
         try:

@@ -106,11 +106,11 @@ def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> No
         raise failure or ValueError(f"{undone}, as {cause}")
 
 
-Line = tuple[str, str]
-"""What ranks must have alike of a weight: what it is, and who owns it."""
+Lines = tuple[list[str], list[str]]
+"""What ranks must have alike of a team's weights: what each is, and who owns it."""
 
 
-def compare(lines: Mapping[Team, list[Line]]) -> None:
+def compare(lines: Mapping[Team, Lines]) -> None:
     """Raise on all ranks where the weights of a team differ between its ranks: their messages would not fit."""
     failure: Exception | None = None
     for team, mine in lines.items():
@@ -120,18 +120,17 @@ def compare(lines: Mapping[Team, list[Line]]) -> None:
     agree(lines, failure, "Nothing was stepped")
 
 
-def difference(team: Team, lines: Sequence[list[Line]]) -> RuntimeError:
+def difference(team: Team, lines: Sequence[Lines]) -> RuntimeError:
     """Return the error that names the first weight of which two ranks have given something else.
 
-    Owners are asked last: one weight that differs deals out the work of all anew.
+    Owners come last: one weight that differs deals out the work of all anew.
     """
-    place = next(place for place, line in enumerate(lines) if line != lines[0])
-    pairs = list(zip_longest(lines[0], lines[place], fillvalue=("nothing", "")))
-    unlike = ((one[0], other[0]) for one, other in pairs if one[0] != other[0])
-    owned = ((", ".join(one), ", ".join(other)) for one, other in pairs if one != other)
-    one, other = next(unlike, None) or next(owned)
+    place = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
+    pairs = [pair for both in zip(lines[0], lines[place], strict=True) for pair in zip_longest(*both)]
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
     return RuntimeError(
-        f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one}; {other}. Names, "
-        "shapes, dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper that "
-        "gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without process_group=."
+        f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one or 'nothing'}; "
+        f"{other or 'nothing'}. Names, shapes, dtypes, groups and requires_grad must be the same on all ranks that "
+        "divide the work. A wrapper that gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes "
+        "without process_group=."
     )

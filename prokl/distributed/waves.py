@@ -109,11 +109,9 @@ class Shards:
         self.staying = [t for t in transfers if t.sender == t.part.owner == me]
         self.lent = sorted((t for t in transfers if t.sender == me != t.part.owner), key=lambda t: t.part.owner)
         self.owned = sorted((t for t in transfers if t.part.owner == me != t.sender), key=lambda t: t.sender)
-        self._lent_bytes, self._owned_bytes = [0] * team.size, [0] * team.size
-        for transfer in self.lent:
-            self._lent_bytes[transfer.part.owner] += nbytes(transfer)
-        for transfer in self.owned:
-            self._owned_bytes[transfer.sender] += nbytes(transfer)
+        places = range(team.size)
+        self._lent_bytes = [sum(nbytes(t) for t in self.lent if t.part.owner == place) for place in places]
+        self._owned_bytes = [sum(nbytes(t) for t in self.owned if t.sender == place) for place in places]
         self._coming: tuple[Tensor, Any] | None = None
 
     def _buffer(self, sizes: Sequence[int]) -> Tensor:
