@@ -51,10 +51,6 @@ class Division:
         self._layout: Any = None
         self._built_on: Any = None  # what the optimizer's groups, weights and state were when all was checked
         self._stepped: list[Weight] = []
-        # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
-        self._exposed: dict[Tensor, dict[str, Any] | None] = dict.fromkeys(
-            p for p in outer.state if process_group is None and isinstance(p, Tensor) and not is_dtensor(p)
-        )
         self._peers_notified = False  # True while a state is loaded once all ranks know whether each of them can
 
     def update(self, outer: Engine) -> None:
@@ -78,7 +74,6 @@ class Division:
         for p, weight in [*self.weights.items()]:
             if kinds.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
                 del self.weights[p]
-                self._exposed.pop(p, None)
                 self.engine.state.pop(weight.stand_in, None)
                 self.engine.first.pop(weight.stand_in, None)  # type: ignore[arg-type]
         outer.inherit(())
@@ -218,12 +213,10 @@ class Division:
             outer.check_settings(index)
         self.update(outer)
         outer.inherit(self._stepped)
-        for p, entry in self._exposed.items():
-            stand_in, given = self.weights[p].stand_in if p in self.weights else None, outer.state.get(p)
-            if stand_in is not None and given is not entry:  # somebody has put it in the place of this rank's own
-                self.engine.state.pop(stand_in, None)  # without an entry it begins anew
-                if given is not None:
-                    self.engine.state[stand_in] = given
+        for p, weight in self.weights.items():  # a weight and its stand-in share an entry of state
+            self.engine.state.pop(weight.stand_in, None)
+            if weight.stand_in is not None and p in outer.state:
+                self.engine.state[weight.stand_in] = outer.state[p]
 
     def check_unbroken(self, what: str) -> None:
         """Raise RuntimeError where weights and state are of two steps."""
@@ -239,21 +232,17 @@ class Division:
         Args:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
-        state, all_weights = outer.state, [*weights_of(outer.groups)]
+        all_weights = [*weights_of(outer.groups)]
         for one in all_weights:
             p, weight = one.p, self.weights[one.p]
-            entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
-            if weight.parts and not entry and one.matrix and (may_move(p) or p in loaded):
-                if weight.stand_in is not None:
-                    entry = self.engine.begin(replace(one, p=weight.stand_in))
-                elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
-                    state[p] = states.parts_of_state(one, weight, {}, outer.method) | state.get(p, {})
-            if entry:
-                if state.get(p) is not entry:  # what a wrapper keeps there stays
-                    entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
-                state[p] = self._exposed[p] = entry
-            else:
-                self._exposed.pop(p, None)
+            entered = weight.parts and one.matrix and (may_move(p) or p in loaded)
+            own = self.engine.state.get(weight.stand_in, {})
+            if entered and weight.stand_in is not None:
+                own = self.engine.begin(replace(one, p=weight.stand_in))
+            elif entered and all(key.partition(".")[0] != "step" for key in outer.state.get(p, {})):
+                own = states.parts_of_state(one, weight, {}, outer.method) | outer.state.get(p, {})
+            if own:
+                outer.state[p] = own
         outer.remember(all_weights)
 
     def offload(self, device: torch.device) -> None:
@@ -303,7 +292,7 @@ class Division:
         self._agree_to_load(failure)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
         self.engine.loaded(restored)
-        self._exposed, self.broken, self._layout, self._built_on = {}, None, None, None  # groups are other objects now
+        self.broken = self._layout = self._built_on = None  # the groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
 
