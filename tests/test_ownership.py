@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from prokl.distributed.ownership import Home, Part, divide
-from prokl.distributed.state import own_parts
+from prokl.distributed.state import own_state
 from prokl.distributed.team import Team
+from prokl.engine.weights import weights_of
+from tests.inputs import KL
 
 
 def anywhere(count, cost, world):
@@ -105,10 +107,11 @@ def test_weights_that_come_later_change_no_owner():
 
 @pytest.mark.parametrize("given", [[3, 5, 4], (3, 5, 4), torch.tensor([3, 5, 4])])
 def test_a_rank_takes_its_own_of_what_is_loaded_for_a_stack(given):
-    weight = SimpleNamespace(stacked=True, mine=range(1, 3))
+    optimizer = KL([torch.nn.Parameter(torch.zeros(3, 2, 4))])
+    (one,), parts = weights_of(optimizer.param_groups), (Part(0, 1, 1), Part(1, 3, 0))
+    weight = SimpleNamespace(stacked=True, mine=parts[1], parts=parts)
     loaded = {"step": given, "L_Q": torch.arange(12.0).view(3, 2, 2), "skipped": 7}
-    layout = {"step": ((3,), torch.int64), "L_Q": ((3, 2, 2), torch.float32)}
-    owned = own_parts(weight, loaded, layout)
+    owned = own_state(one, weight, loaded, KL.method)
     assert list(owned["step"]) == [5, 4] and owned["skipped"] == 7
     assert torch.equal(owned["L_Q"], loaded["L_Q"][1:])
 

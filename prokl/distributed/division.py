@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,85 +78,83 @@ class Division:
                 self.engine.state.pop(weight.stand_in, None)
                 self.engine.first.pop(weight.stand_in, None)  # type: ignore[arg-type]
         outer.inherit(())
-        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}
         for weight in self.weights.values():
             weight.follow()
         for one in all_weights:
             self._team(one.p)  # all of them, whatever fails on one rank
         failure: Exception | None = None
         lines: dict[Team, Lines] = {team: ([], []) for team in self.teams.values()}
+        matrices, of_adamw = [], []
         try:
+            weights, loads = self._with_owners(all_weights, outer.method)
             for one in all_weights:
-                if one.p in self.weights and kinds[one.p] != self.weights[one.p].kind:
+                p, weight = one.p, weights[one.p]
+                if kinds[p] != weight.kind:
                     raise ValueError(
-                        f"{one.name} has {kinds[one.p]}, and its work was divided with {self.weights[one.p].kind}: set "
-                        "it back, or remove its state, optimizer.state.pop(p) on all ranks, to begin anew."
+                        f"{one.name} has {kinds[p]}, and its work was divided with {weight.kind}: set it back, or "
+                        "remove its state, optimizer.state.pop(p) on all ranks, to begin anew."
                     )
-            for index in range(len(outer.groups)):
-                self._assign([one for one in all_weights if one.group_index == index], outer.method)
-            self.engine.groups = self._local_groups(outer.groups)
-            for one in all_weights:
-                p, weight = one.p, self.weights[one.p]
-                if weight.stacked and weight.mine is not None and weight.stand_in is not None:
-                    self.engine.first[weight.stand_in] = weight.mine.start
                 if weight.team in lines:
                     forms, owners = lines[weight.team]
                     moves = f"requires_grad={p.requires_grad}" + ", frozen" * (not may_move(p))
                     reading = f"transposed={one.transposed}, split={one.split}, group {one.group_index}"
                     forms.append(f"{one.name} {tuple(p.shape)} {p.dtype}, {moves}, {reading}")
                     owners.append(f"{one.name}, owned as {[*map(tuple, weight.parts)]}")
+                if weight.parts and may_move(p) and one.matrix:
+                    matrices.append((weight, {self.engine.shape(one.group, member) for member in one.members()}))
+                elif weight.parts and may_move(p):
+                    of_adamw.append(weight)
         except Exception as error:  # the others wait for a word
             failure = error
-        try:
-            agree(lines, failure, "Nothing was stepped")
-            compare(lines)
-        except Exception:
-            self.weights, self.loads = before
-            raise
-        matrices, of_adamw = [], []
-        for one in all_weights:
-            weight = self.weights[one.p]
-            if weight.parts and may_move(one.p) and one.matrix:
-                matrices.append((weight, {self.engine.shape(one.group, member) for member in one.members()}))
-            elif weight.parts and may_move(one.p):
-                of_adamw.append(weight)
+        agree(lines, failure, "Nothing was stepped")
+        compare(lines)
+        self.weights, self.loads = weights, loads
+        self.engine.groups = self._local_groups(outer.groups)
+        for weight in weights.values():
+            if weight.stacked and weight.mine is not None and weight.stand_in is not None:
+                self.engine.first[weight.stand_in] = weight.mine.start
         self.waves, self.adamw = waves_of(matrices), Wave(of_adamw)
 
     def _team(self, p: Tensor) -> Team | None:
         return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
-    def _assign(self, group_weights: Sequence[Weight], method: Method[Any]) -> None:
-        """Give every new weight of a group its owners."""
-        new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
-        for one in group_weights:
-            p, team = one.p, self._team(one.p)
-            if p in self.weights:
-                continue
-            if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
-                self.weights[p] = LocalWeight(p, kind=_kind(one))
-                continue
-            held = [whole_block(p.shape)] * team.size
-            if is_dtensor(p):
-                mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
-                check_placements(one.name, placements)
-                found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
-                by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
-                held = [by_rank[rank] for rank in team.ranks]
-            if one.matrix:
-                check_reading(one)
-                cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
-                new.setdefault(team, []).append((one, cost, held))
-            else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
-                parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
-                self.weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
-        for team, entries in new.items():
-            loads = self.loads.setdefault(team, [0.0] * team.size)
-            for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
-                dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
-                owned = divide([(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt], loads)
-                for (one, _, held), parts in zip(dealt, owned, strict=True):
-                    shapes = tuple(member.shape for member in one.members())
-                    self.weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
+    def _with_owners(
+        self, all_weights: Sequence[Weight], method: Method[Any]
+    ) -> tuple[dict[Tensor, LocalWeight], dict[Team, list[float]]]:
+        """Return the weights as this rank has them, new ones too, and what every rank has to do by then."""
+        weights, loads = dict(self.weights), {team: [*costs] for team, costs in self.loads.items()}
+        for _, group_weights in groupby(all_weights, lambda one: one.group_index):
+            new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
+            for one in group_weights:
+                p, team = one.p, self._team(one.p)
+                if p in weights:
+                    continue
+                if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
+                    weights[p] = LocalWeight(p, kind=_kind(one))
+                    continue
+                held = [whole_block(p.shape)] * team.size
+                if is_dtensor(p):
+                    mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
+                    check_placements(one.name, placements)
+                    found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
+                    by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
+                    held = [by_rank[rank] for rank in team.ranks]
+                if one.matrix:
+                    check_reading(one)
+                    cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
+                    new.setdefault(team, []).append((one, cost, held))
+                else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
+                    parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
+                    weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
+            for team, entries in new.items():
+                costs = loads.setdefault(team, [0.0] * team.size)
+                for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
+                    dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
+                    lying = [(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt]
+                    for (one, _, held), parts in zip(dealt, divide(lying, costs), strict=True):
+                        shapes = tuple(member.shape for member in one.members())
+                        weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
+        return weights, loads
 
     def _local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
@@ -285,7 +284,14 @@ class Division:
         self._agree_to_load(None)  # all go on to what takes them all
         failure = None
         try:
-            local = self._for_stand_ins(outer, state)
+            local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: some may have no entry
+            for one in weights_of(state["param_groups"]):
+                weight, entry = self.weights[one.p], state["state"].get(one.p, {})
+                own = states.own_state(one, weight, entry, outer.method)
+                if own and weight.stand_in is not None:
+                    local_state[weight.stand_in] = own
+            groups = self._local_groups(state["param_groups"])
+            local: dict[str, Any] = {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
             restored = checkpoint.restore(local, outer.defaults, outer.method, outer.title)
         except Exception as error:
             failure = error
@@ -295,21 +301,6 @@ class Division:
         self.broken = self._layout = self._built_on = None  # the groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
-
-    def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what of a loaded state is the stand-ins'; all ranks look at all of it."""
-        local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: some may have no entry
-        for one in weights_of(state["param_groups"]):
-            weight = self.weights[one.p]
-            held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(one.p, {}).items()}
-            if held and not one.matrix:
-                held = {key: states.own_shard(weight, value) for key, value in held.items()}
-            elif held and weight.parts:
-                held = states.own_parts(weight, held, states.layout_of_weight(one, outer.method))
-            if held and weight.stand_in is not None:
-                local_state[weight.stand_in] = held
-        groups = self._local_groups(state["param_groups"])
-        return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
 
 
 def _kind(one: Weight) -> dict[str, Any]:

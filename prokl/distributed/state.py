@@ -126,15 +126,20 @@ def _of_another(name: str, value: Any) -> str:
     )
 
 
-def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return what this rank owns of a matrix weight's loaded state, as far as it fits, whether whole or its part.
+def own_state(one: Weight, weight: LocalWeight, loaded: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return what this rank steps of a weight's loaded state, as far as it fits, whether that is whole or its part.
 
     All ranks call it, as making a DTensor whole takes them all.
 
     Args:
-        weight: whose. loaded: its state. layout: of the whole; it may have keys that the layout does not know.
+        one, weight: whose. loaded: its state; it may have keys that are not known. method: its own.
     """
-    owned = {}
+    loaded = {key: unwrapped(value) for key, value in loaded.items()}
+    if not one.matrix:
+        return {key: _own_shard(weight, value) for key, value in loaded.items()}
+    if not weight.parts or not loaded:
+        return loaded
+    owned, layout = {}, layout_of_weight(one, method)
     for key, value in loaded.items():
         if is_dtensor(value) and not hasattr(value, "parts"):
             value = value.full_tensor()
@@ -152,18 +157,17 @@ def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) 
     return owned
 
 
-def own_shard(weight: LocalWeight, value: Any) -> Any:
+def _own_shard(weight: LocalWeight, value: Any) -> Any:
     """Return this rank's shard of loaded AdamW state, as far as it fits."""
     from torch.distributed.tensor import distribute_tensor
 
     if weight.stand_in is weight.p and not weight.parts:
         return value
     mesh, placements = _placed(weight)
-    if is_dtensor(value):
-        if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
-            return value.to_local()
-        value = value.full_tensor()
-    if isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape:
+    if is_dtensor(value) and (value.device_mesh, tuple(value.placements)) == (mesh, tuple(placements)):
+        return value.to_local()
+    whole = value.full_tensor() if is_dtensor(value) else value
+    if isinstance(whole, Tensor) and whole.ndim and whole.shape == weight.p.shape:
         # Without communication: every rank has the whole.
-        return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
-    return value
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    return whole

@@ -114,35 +114,15 @@ class Shards:
         self._owned_bytes = [sum(nbytes(t) for t in self.owned if t.sender == place) for place in places]
         self._coming: tuple[Tensor, Any] | None = None
 
-    def _buffer(self, sizes: Sequence[int]) -> Tensor:
-        return torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-
-    def _exchange(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> None:
-        received = self._buffer(received_sizes)
-        work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self.team.group, async_op=True)
-        self._coming = received, work
-
-    def _received(self) -> Tensor:
-        assert self._coming is not None
-        (received, work), self._coming = self._coming, None
-        work.wait()
-        return received
-
     def start_gather(self) -> None:
         """Begin to send weights and gradients to their owners; a gradient that is missing here is sent as zero."""
-        sizes, coming = ([2 * size for size in one] for one in (self._lent_bytes, self._owned_bytes))
-        sent = self._buffer(sizes)
-        parts = unpacked(sent, self.lent, copies=2)
-        for transfer, weight, gradient in zip(self.lent, parts[::2], parts[1::2], strict=True):
-            weight.copy_(transfer.here())
-            local_gradient = transfer.gradient()
-            gradient.zero_() if local_gradient is None else gradient.copy_(local_gradient)
-        self._exchange(sent, sizes, coming)
+        sent = [tensor for transfer in self.lent for tensor in (transfer.here(), transfer.gradient())]
+        self._start(self.lent, sent, [2 * size for size in self._lent_bytes], [2 * size for size in self._owned_bytes])
 
     def wait_gather(self) -> None:
         """Put what has come, and what was here, where it is stepped."""
         come: list[tuple[Transfer, Tensor, Tensor | None]] = [(t, t.here(), t.gradient()) for t in self.staying]
-        parts = unpacked(self._received(), self.owned, copies=2)
+        parts = self._come(self.owned, copies=2)
         for transfer, weight, gradient in [*come, *zip(self.owned, parts[::2], parts[1::2], strict=True)]:
             transfer.standing().copy_(weight)
             into = transfer.standing_gradient()
@@ -151,17 +131,30 @@ class Shards:
 
     def start_return(self) -> None:
         """Begin to send stepped weights back."""
-        sent = self._buffer(self._owned_bytes)
-        for transfer, part in zip(self.owned, unpacked(sent, self.owned), strict=True):
-            part.copy_(transfer.standing())
-        self._exchange(sent, self._owned_bytes, self._lent_bytes)
+        self._start(self.owned, [t.standing() for t in self.owned], self._owned_bytes, self._lent_bytes)
 
     def wait_return(self) -> None:
         """Write what has come back into the weights."""
-        for transfer, part in zip(self.lent, unpacked(self._received(), self.lent), strict=True):
+        for transfer, part in zip(self.lent, self._come(self.lent), strict=True):
             transfer.here().copy_(part)
         for transfer in self.staying:
             transfer.here().copy_(transfer.standing())
+
+    def _start(
+        self, transfers: list[Transfer], tensors: Sequence[Tensor | None], sizes: list[int], coming: list[int]
+    ) -> None:
+        sent, received = (torch.empty(sum(some), dtype=torch.uint8, device=self.device) for some in (sizes, coming))
+        parts = unpacked(sent, transfers, copies=len(tensors) // max(1, len(transfers)))
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.zero_() if tensor is None else part.copy_(tensor)
+        work = dist.all_to_all_single(received, sent, coming, sizes, group=self.team.group, async_op=True)
+        self._coming = received, work
+
+    def _come(self, transfers: list[Transfer], copies: int = 1) -> list[Tensor]:
+        assert self._coming is not None
+        (received, work), self._coming = self._coming, None
+        work.wait()
+        return unpacked(received, transfers, copies)
 
 
 def not_finite(weight: LocalWeight) -> Tensor:

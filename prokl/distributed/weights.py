@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -124,9 +123,8 @@ class LocalWeight:
         one, p = self.stand_in, self.p
         if one is not None and (one.dtype, one.device) != (p.dtype, p.device):
             one.grad = None
-            one.data = torch.zeros_like(one, dtype=p.dtype, device=p.device)
-            if not self.own_memory:
-                one.data = local(p)[self._index]
+            own = torch.zeros_like(one, dtype=p.dtype, device=p.device) if self.own_memory else local(p)[self._index]
+            one.data = own
 
     def fill_stand_in(self) -> None:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
@@ -169,7 +167,7 @@ class LocalWeight:
             self.stand_in.untyped_storage().resize_(0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """A block of a weight on its way to the owner of a part, and back.
 
@@ -185,22 +183,18 @@ class Transfer:
     sender: int
     holders: tuple[int, ...]
 
-    @cached_property
-    def _local_index(self) -> tuple[slice, ...]:
-        return self.block.within(self.weight.held[self.weight.team.index])
-
-    @cached_property
-    def _stand_in_index(self) -> tuple[slice, ...]:
-        return self.block.within(self.weight.block(self.part))
+    def __post_init__(self) -> None:
+        self._index = self.block.within(self.weight.held[self.weight.team.index])
+        self._stand_in_index = self.block.within(self.weight.block(self.part))
 
     def here(self) -> Tensor:
         """Return it where this rank keeps the weight, a view."""
-        return local(self.weight.p)[self._local_index]
+        return local(self.weight.p)[self._index]
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of :meth:`here`, a view, or None."""
         g = self.weight.gradient
-        return None if g is None else g[self._local_index]
+        return None if g is None else g[self._index]
 
     def standing(self) -> Tensor:
         """Return it where this rank, the owner, steps it, a view."""
