@@ -28,7 +28,7 @@ from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine
-from prokl.engine.validation import check_gradient, check_names
+from prokl.engine.validation import check_gradient
 from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weights_of
 
 
@@ -64,9 +64,7 @@ class Division:
         if layout != self._layout:
             self._divide(outer)
             self._layout = layout
-        kept = {"params", "param_names", *DEFAULTS}
-        for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
-            local_group.update({key: value for key, value in group.items() if key not in kept})
+        self.engine.groups = self._local_groups(outer.groups)
 
     def _divide(self, outer: Engine) -> None:
         """Find the owners of new weights; raise on all ranks where one cannot, or has others."""
@@ -109,7 +107,6 @@ class Division:
         agree(lines, failure, "Nothing was stepped")
         compare(lines)
         self.weights, self.loads = weights, loads
-        self.engine.groups = self._local_groups(outer.groups)
         for weight in weights.values():
             if weight.stacked and weight.mine is not None and weight.stand_in is not None:
                 self.engine.first[weight.stand_in] = weight.mine.start
@@ -275,8 +272,6 @@ class Division:
 
     def loaded(self, outer: Engine, state: dict[str, Any]) -> dict[Any, Any]:
         """Take over a loaded state on all ranks, or raise on all; return what is no weight's, as hooks keep it."""
-        self.update(outer)
-        check_names(state["param_groups"])
         for one in weights_of(state["param_groups"]):
             for key, value in state["state"].get(one.p, {}).items():
                 states.check_part(self.weights[one.p], key, checkpoint.unwrapped(value), one.name)
