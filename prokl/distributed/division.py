@@ -171,7 +171,7 @@ class Division:
         """Step everything; return warnings."""
         self.check_unbroken("step")
         built_on, self._built_on = self._built_on, None
-        stands = built_on is not None and outer.stands(built_on)
+        stands = outer.stands(built_on)
         if not stands:
             self._stepped = [*weights_of(outer.groups)]
         for one in self._stepped:  # what all ranks refuse alike, and before any waits

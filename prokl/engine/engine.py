@@ -150,7 +150,7 @@ class Engine:
         and weight decay are looked at.
         """
         built_on, self._built_on = self._built_on, None
-        if built_on is None or not self.stands(built_on):
+        if not self.stands(built_on):
             self.build()
             built_on = self.fingerprint()
         for group in self.groups:
@@ -216,13 +216,14 @@ class Engine:
             return None
         return [*self.groups, *weights, *entries, *tensors], forms
 
-    def stands(self, built_on: tuple[list[Any], list[Any]]) -> bool:
-        """Return True if the layout was built on what groups and state are now."""
-        now, (objects, forms) = self.fingerprint(), built_on
-        if now is None or len(now[0]) != len(objects) or not all(map(is_, now[0], objects)):
+    def stands(self, built_on: tuple[list[Any], list[Any]] | None) -> bool:
+        """Return True if groups, weights and state are what they were at that :meth:`fingerprint`."""
+        now = None if built_on is None else self.fingerprint()
+        if now is None or built_on is None or len(now[0]) != len(built_on[0]):
             return False
         try:
-            return now[1] == forms and all(bucket.keeps_clocks() for bucket in self.buckets())
+            same = all(map(is_, now[0], built_on[0])) and now[1] == built_on[1]
+            return same and all(bucket.keeps_clocks() for bucket in self.buckets())
         except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
             return False
 
