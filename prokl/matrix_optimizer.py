@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, clone_if_tensor, plain
 from prokl.algorithm.signatures import check_known
-from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
+from prokl.distributed.ownership import check_placements
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
@@ -204,9 +204,7 @@ class MatrixOptimizer(Optimizer):
         home = torch.empty(0, device=device).device  # torch raises where this machine does not have it
         if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
-        self.engine.offload(home)
-        for weight in () if self._division is None else self._division.weights.values():
-            weight.free()
+        (self._division or self._outer).offload(home)
 
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.

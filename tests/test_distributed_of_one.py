@@ -6,6 +6,7 @@ Tests run on a GPU with NCCL, and on the CPU with gloo, so that all of it is kno
 import copy
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import prokl
 from prokl.algorithm.polynomials import MUON
 from tests.distributed.checkpoints import END, SAVED, load, save
-from tests.distributed.placements import BEGINS, SHAPES, Run, assert_same, value, whole
+from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, value, whole
 from tests.inputs import KL, PRO, forbid_host_reads, normal, same_bits
 from tests.training import contents, differences, fine_and_odd, train, weights_of
 
@@ -58,6 +59,18 @@ def test_ranks_skip_each_weight_of_fused_adamw_alone(device, monkeypatch):
     bad.grad[0] = torch.nan
     optimizer.step()
     assert same_bits(bad.cpu(), normal(5)) and (good.cpu() < normal(5)).all()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_groups_are_checked_only_where_something_has_changed(how, device):
+    run = Run(how, shapes=SOME, device=device).train(0, LATE + 2)
+    outer, own = run.optimizer._outer, run.optimizer.engine
+    with patch.object(outer, "check_settings") as checked, patch.object(own, "build") as built:
+        run.step(LATE + 2)
+        assert not checked.called and not built.called
+    run.optimizer.param_groups[0]["momentum"] = 1.5
+    with pytest.raises(ValueError, match=r"Invalid momentum=1\.5"):
+        run.step(LATE + 3)
 
 
 def test_an_empty_state_dict_is_loaded_and_training_begins(device):

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
@@ -20,15 +22,13 @@ from prokl.algorithm.polynomials import each
 from prokl.algorithm.settings import plain
 from prokl.backends.io import Member
 from prokl.distributed import state as states
-from prokl.distributed.agreement import compare
-from prokl.distributed.blocks import Block, blocks, check_placements, chunk, homes, whole_block
-from prokl.distributed.ownership import Part, divide
-from prokl.distributed.team import Team, team_of
+from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
+from prokl.distributed.team import Lines, Team, agree, compare, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight, is_dtensor
 from prokl.engine import checkpoint
 from prokl.engine.engine import Engine
-from prokl.engine.validation import check_gradient, check_names
+from prokl.engine.validation import check_gradient
 from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weights_of
 
 
@@ -37,6 +37,7 @@ class Division:
 
     Attributes:
         engine: of the stand-ins.
+        weights: those of the optimizer, as this rank has them.
         broken: what a step broke off with, after which weights and state are of two steps.
     """
 
@@ -49,10 +50,8 @@ class Division:
         self.loads: dict[Team, list[float]] = {}
         self.broken: str | None = None
         self._layout: Any = None
-        # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
-        self._exposed: dict[Tensor, dict[str, Any] | None] = dict.fromkeys(
-            p for p in outer.state if process_group is None and isinstance(p, Tensor) and not is_dtensor(p)
-        )
+        self._built_on: Any = None  # what the optimizer's groups, weights and state were when all was checked
+        self._stepped: list[Weight] = []
         self._peers_notified = False  # True while a state is loaded once all ranks know whether each of them can
 
     def update(self, outer: Engine) -> None:
@@ -65,113 +64,94 @@ class Division:
         if layout != self._layout:
             self._divide(outer)
             self._layout = layout
-        for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
-            kept = {"params", "param_names", *DEFAULTS}
-            local_group.update({key: value for key, value in group.items() if key not in kept})
+        self.engine.groups = self._local_groups(outer.groups)
 
     def _divide(self, outer: Engine) -> None:
+        """Find the owners of new weights; raise on all ranks where one cannot, or has others."""
         all_weights = [*weights_of(outer.groups)]
-        present = {one.p: _kind(one) for one in all_weights}
+        kinds = {one.p: _kind(one) for one in all_weights}
         for p, weight in [*self.weights.items()]:
-            if present.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
+            if kinds.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
                 del self.weights[p]
-                self._exposed.pop(p, None)
                 self.engine.state.pop(weight.stand_in, None)
                 self.engine.first.pop(weight.stand_in, None)  # type: ignore[arg-type]
         outer.inherit(())
-        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}
         for weight in self.weights.values():
             weight.follow()
         for one in all_weights:
             self._team(one.p)  # all of them, whatever fails on one rank
-        failure = None
+        failure: Exception | None = None
+        lines: dict[Team, Lines] = {team: ([], []) for team in self.teams.values()}
+        matrices, of_adamw = [], []
         try:
+            weights, loads = self._with_owners(all_weights, outer.method)
             for one in all_weights:
-                self._check_kind(one, present[one.p])
-            for index in range(len(outer.groups)):
-                self._assign([one for one in all_weights if one.group_index == index], outer.method)
-            self.engine.groups = self._local_groups(outer.groups)
-            for weight in self.weights.values():
-                if weight.stacked and weight.mine is not None and weight.stand_in is not None:
-                    self.engine.first[weight.stand_in] = weight.mine.start
+                p, weight = one.p, weights[one.p]
+                if kinds[p] != weight.kind:
+                    raise ValueError(
+                        f"{one.name} has {kinds[p]}, and its work was divided with {weight.kind}: set it back, or "
+                        "remove its state, optimizer.state.pop(p) on all ranks, to begin anew."
+                    )
+                if weight.team in lines:
+                    forms, owners = lines[weight.team]
+                    moves = f"requires_grad={p.requires_grad}" + ", frozen" * (not may_move(p))
+                    reading = f"transposed={one.transposed}, split={one.split}, group {one.group_index}"
+                    forms.append(f"{one.name} {tuple(p.shape)} {p.dtype}, {moves}, {reading}")
+                    owners.append(f"{one.name}, owned as {[*map(tuple, weight.parts)]}")
+                if weight.parts and may_move(p) and one.matrix:
+                    matrices.append((weight, {self.engine.shape(one.group, member) for member in one.members()}))
+                elif weight.parts and may_move(p):
+                    of_adamw.append(weight)
         except Exception as error:  # the others wait for a word
             failure = error
-        try:
-            compare(self.teams.values(), all_weights, self.weights, failure)
-        except Exception:
-            self.weights, self.loads = before
-            raise
-        matrices, of_adamw = [], []
-        for one in all_weights:
-            weight = self.weights[one.p]
-            if weight.parts and may_move(one.p) and one.matrix:
-                matrices.append((weight, {self.engine.shape(one.group, member) for member in one.members()}))
-            elif weight.parts and may_move(one.p):
-                of_adamw.append(weight)
+        agree(lines, failure, "Nothing was stepped")
+        compare(lines)
+        self.weights, self.loads = weights, loads
+        for weight in weights.values():
+            if weight.stacked and weight.mine is not None and weight.stand_in is not None:
+                self.engine.first[weight.stand_in] = weight.mine.start
         self.waves, self.adamw = waves_of(matrices), Wave(of_adamw)
-
-    def _check_kind(self, one: Weight, now: dict[str, Any]) -> None:
-        """Raise ValueError where a weight with state is not what it was when its owners were found."""
-        before = self.weights[one.p].kind if one.p in self.weights else now
-        changed = [key for key, value in now.items() if value != before[key]]
-        if changed:
-            is_now, was = (", ".join(f"{key}={kind[key]!r}" for key in changed) for kind in (now, before))
-            raise ValueError(
-                f"Invalid {is_now} of {one.name}: its work was divided with {was}. Set it back, or remove its state, "
-                "optimizer.state.pop(p) on all ranks, to begin anew."
-            )
-
-    def agree(self, failure: Exception | None) -> None:
-        """Raise a failure on all ranks of whichever has one."""
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for team in self.teams.values():
-            for rank, other in zip(team.ranks, team.gathered(message), strict=True):
-                if other is not None and failure is None:
-                    failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
-        if failure is not None:
-            raise failure
 
     def _team(self, p: Tensor) -> Team | None:
         return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
-    def _assign(self, group_weights: Sequence[Weight], method: Method[Any]) -> None:
-        """Give every new weight of a group its owners."""
-        new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
-        for one in group_weights:
-            p = one.p
-            if p in self.weights:
-                continue
-            team = self._team(p)
-            if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
-                self.weights[p] = LocalWeight(p, kind=_kind(one))
-                continue
-            held = self._held(p, one.name, team)
-            if one.matrix:
-                check_reading(one)
-                cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
-                new.setdefault(team, []).append((one, cost, held))
-            else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
-                parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
-                self.weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
-        for team, entries in new.items():
-            loads = self.loads.setdefault(team, [0.0] * team.size)
-            for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
-                dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
-                owned = divide([(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt], loads)
-                for (one, _, held), parts in zip(dealt, owned, strict=True):
-                    shapes = tuple(member.shape for member in one.members())
-                    self.weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
-
-    @staticmethod
-    def _held(p: Tensor, name: str, team: Team) -> list[Block]:
-        """Return the block of every place of a team."""
-        if not is_dtensor(p):
-            return [whole_block(p.shape)] * team.size
-        check_placements(name, p.placements)  # type: ignore[attr-defined]
-        mesh = p.device_mesh  # type: ignore[attr-defined]
-        rank_blocks = blocks(tuple(p.shape), tuple(mesh.mesh.shape), tuple(p.placements))  # type: ignore[attr-defined]
-        by_rank = dict(zip(mesh.mesh.flatten().tolist(), rank_blocks, strict=True))
-        return [by_rank[rank] for rank in team.ranks]
+    def _with_owners(
+        self, all_weights: Sequence[Weight], method: Method[Any]
+    ) -> tuple[dict[Tensor, LocalWeight], dict[Team, list[float]]]:
+        """Return the weights as this rank has them, new ones too, and what every rank has to do by then."""
+        weights, loads = dict(self.weights), {team: [*costs] for team, costs in self.loads.items()}
+        for _, group_weights in groupby(all_weights, lambda one: one.group_index):
+            new: dict[Team, list[tuple[Weight, float, list[Block]]]] = {}
+            for one in group_weights:
+                p, team = one.p, self._team(one.p)
+                if p in weights:
+                    continue
+                if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
+                    weights[p] = LocalWeight(p, kind=_kind(one))
+                    continue
+                held = [whole_block(p.shape)] * team.size
+                if is_dtensor(p):
+                    mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
+                    check_placements(one.name, placements)
+                    found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
+                    by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
+                    held = [by_rank[rank] for rank in team.ranks]
+                if one.matrix:
+                    check_reading(one)
+                    cost = sum(matrix_cost(member, method, one.group) for member in one.members())  # of one of a stack
+                    new.setdefault(team, []).append((one, cost, held))
+                else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
+                    parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
+                    weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
+            for team, entries in new.items():
+                costs = loads.setdefault(team, [0.0] * team.size)
+                for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
+                    dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
+                    lying = [(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt]
+                    for (one, _, held), parts in zip(dealt, divide(lying, costs), strict=True):
+                        shapes = tuple(member.shape for member in one.members())
+                        weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
+        return weights, loads
 
     def _local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
@@ -189,20 +169,17 @@ class Division:
 
     def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
-        all_weights = [*weights_of(outer.groups)]
-        for one in all_weights:  # what all ranks refuse alike, and before any waits
-            check_gradient(one, is_stepped=False)  # stand-ins are looked at where they step
-        for index in range(len(outer.groups)):
-            outer.check_group(index)
         self.check_unbroken("step")
-        self.update(outer)
-        outer.inherit(all_weights)
-        for p, entry in self._exposed.items():
-            stand_in, given = self.weights[p].stand_in if p in self.weights else None, outer.state.get(p)
-            if stand_in is not None and given is not entry:  # somebody has put it in the place of this rank's own
-                self.engine.state.pop(stand_in, None)  # without an entry it begins anew
-                if given is not None:
-                    self.engine.state[stand_in] = given
+        built_on, self._built_on = self._built_on, None
+        stands = outer.stands(built_on)
+        if not stands:
+            self._stepped = [*weights_of(outer.groups)]
+        for one in self._stepped:  # what all ranks refuse alike, and before any waits
+            check_gradient(one, is_stepped=False)  # stand-ins are looked at where they step
+        if not stands:
+            self._follow(outer)
+        for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
+            local_group["lr"], local_group["weight_decay"] = group["lr"], group["weight_decay"]
         begun = False
         try:
             for weight in self.weights.values():
@@ -216,8 +193,23 @@ class Division:
         finally:
             for weight in self.weights.values():
                 weight.release()
-        self.show(outer)
+        if not stands:
+            self.show(outer)
+            outer.watch(self._stepped)
+            built_on = outer.fingerprint()
+        self._built_on = built_on
         return messages
+
+    def _follow(self, outer: Engine) -> None:
+        """Check and follow groups, weights and state that are not what they were at the last step."""
+        for index in range(len(outer.groups)):
+            outer.check_group(index)
+        self.update(outer)
+        outer.inherit(self._stepped)
+        for p, weight in self.weights.items():  # a weight and its stand-in share an entry of state
+            self.engine.state.pop(weight.stand_in, None)
+            if weight.stand_in is not None and p in outer.state:
+                self.engine.state[weight.stand_in] = outer.state[p]
 
     def check_unbroken(self, what: str) -> None:
         """Raise RuntimeError where weights and state are of two steps."""
@@ -233,39 +225,32 @@ class Division:
         Args:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
-        state = outer.state
-        for one in weights_of(outer.groups):
+        all_weights = [*weights_of(outer.groups)]
+        for one in all_weights:
             p, weight = one.p, self.weights[one.p]
-            entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
-            entered = one.matrix and (may_move(p) or p in loaded)
-            if entered and weight.parts and not entry:
-                if weight.stand_in is not None:
-                    entry = self.engine.begin(replace(one, p=weight.stand_in))
-                elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
-                    layout = states.layout_of_weight(one, outer.method)
-                    state[p] = states.parts_of_state(weight, {}, layout) | state.get(p, {})
-            if entry:
-                if state.get(p) is not entry:  # what a wrapper keeps there stays
-                    entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
-                state[p] = self._exposed[p] = entry
-            else:
-                self._exposed.pop(p, None)
-        outer.remember([*weights_of(outer.groups)])
+            entered = weight.parts and one.matrix and (may_move(p) or p in loaded)
+            own = self.engine.state.get(weight.stand_in, {})
+            if entered and weight.stand_in is not None:
+                own = self.engine.begin(replace(one, p=weight.stand_in))
+            elif entered and all(key.partition(".")[0] != "step" for key in outer.state.get(p, {})):
+                own = states.parts_of_state(one, weight, {}, outer.method) | outer.state.get(p, {})
+            if own:
+                outer.state[p] = own
+        outer.remember(all_weights)
+
+    def offload(self, device: torch.device) -> None:
+        """Move this rank's state to ``device``, and keep nothing where it was: no buffer of a stand-in either."""
+        self._built_on = None
+        self.engine.offload(device)
+        for weight in self.weights.values():
+            weight.free()
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
         exported = dict(packed)
         for i, one in enumerate(weights_of(outer.groups)):
-            weight = self.weights.get(one.p)
-            if i not in exported or weight is None:
-                continue
-            if not one.matrix:
-                exported[i] = states.shards_of_state(weight, exported[i])
-            elif weight.parts:
-                # Anew also of what others own: another dtype of a weight is another one of its state.
-                layout = states.layout_of_weight(one, outer.method)
-                entry = {key: v for key, v in exported[i].items() if weight.mine is not None or not is_dtensor(v)}
-                exported[i] = states.parts_of_state(weight, entry, layout)
+            if i in exported and one.p in self.weights:
+                exported[i] = states.exported_state(one, self.weights[one.p], exported[i], outer.method)
         return exported
 
     @contextmanager
@@ -276,45 +261,38 @@ class Division:
             yield
         except Exception as error:
             if not self._peers_notified:
-                self.agree(error)
+                self._agree_to_load(error)
             raise
+
+    def _agree_to_load(self, failure: Exception | None) -> None:
+        agree(self.teams.values(), failure, "Nothing was loaded")
 
     def loaded(self, outer: Engine, state: dict[str, Any]) -> dict[Any, Any]:
         """Take over a loaded state on all ranks, or raise on all; return what is no weight's, as hooks keep it."""
-        self.update(outer)
-        check_names(state["param_groups"])
         for one in weights_of(state["param_groups"]):
             for key, value in state["state"].get(one.p, {}).items():
                 states.check_part(self.weights[one.p], key, checkpoint.unwrapped(value), one.name)
         self._peers_notified = True
-        self.agree(None)  # all go on to what takes them all
+        self._agree_to_load(None)  # all go on to what takes them all
         failure = None
         try:
-            local = self._for_stand_ins(outer, state)
+            local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: some may have no entry
+            for one in weights_of(state["param_groups"]):
+                weight, entry = self.weights[one.p], state["state"].get(one.p, {})
+                own = states.own_state(one, weight, entry, outer.method)
+                if own and weight.stand_in is not None:
+                    local_state[weight.stand_in] = own
+            groups = self._local_groups(state["param_groups"])
+            local: dict[str, Any] = {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
             restored = checkpoint.restore(local, outer.method, outer.title)
         except Exception as error:
             failure = error
-        self.agree(failure)
+        self._agree_to_load(failure)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
         self.engine.loaded(restored)
-        self._exposed, self.broken, self._layout = {}, None, None  # the groups are other objects now
+        self.broken = self._layout = self._built_on = None  # the groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
-
-    def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what of a loaded state is the stand-ins'; all ranks look at all of it."""
-        local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: some may have no entry
-        for one in weights_of(state["param_groups"]):
-            weight = self.weights[one.p]
-            held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(one.p, {}).items()}
-            if held and not one.matrix:
-                held = {key: states.own_shard(weight, value) for key, value in held.items()}
-            elif held and weight.parts:
-                held = states.own_parts(weight, held, states.layout_of_weight(one, outer.method))
-            if held and weight.stand_in is not None:
-                local_state[weight.stand_in] = held
-        groups = self._local_groups(state["param_groups"])
-        return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
 
 
 def _kind(one: Weight) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class PartOfState(DTensor):
     def make(
         cls,
         local: Tensor,
-        parts: Sequence[Part],
+        parts: tuple[Part, ...],
         mine: tuple[int, int] | None,
         stacked: bool,
         shape: Sequence[int],
@@ -55,37 +55,32 @@ class PartOfState(DTensor):
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         # It wraps an empty tensor: a wrapper has its tensor's offset, by which torch's staging takes it for a storage.
         bare = torch.empty(0, dtype=local.dtype, device=local.device)
-        part_of_state: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
-        part_of_state._local_tensor = local
-        part_of_state.parts, part_of_state.mine, part_of_state.stacked = tuple(parts), mine, stacked
-        return part_of_state
-
-    def _like(self, local: Tensor) -> PartOfState:
-        return self.make(local, self.parts, self.mine, self.stacked, self.shape, self.device_mesh)
+        made: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+        made._local_tensor, made.parts, made.mine, made.stacked = local, parts, mine, stacked
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = "nothing" if self.mine is None else f"rows {self.mine[0]} to {self.mine[1]}" if self.stacked else "all"
         owners = sorted({part.owner for part in self.parts})
-        return f"PartOfState({tuple(self.shape)}, {self.dtype}, of places {owners}; here: {held})"
+        here = "nothing" if self.mine is None else f"rows {self.mine[0]} to {self.mine[1]}" if self.stacked else "all"
+        return f"PartOfState({tuple(self.shape)}, {self.dtype}, of places {owners}; here: {here})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Copy and move what is here; anything else would compute with a part as if it were the whole."""
         it, kwargs = args[0], kwargs or {}
         if func.overloadpacket in _LOCAL and isinstance(it, PartOfState):
-            return it._like(func(it._local_tensor, **kwargs))
-        if func.overloadpacket is _aten.new_empty and isinstance(it, PartOfState):  # staging, which fills it
-            return it._like(it._local_tensor.new_empty(it._local_tensor.shape, **kwargs))
-        raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
+            local = func(it._local_tensor, **kwargs)
+        elif func.overloadpacket is _aten.new_empty and isinstance(it, PartOfState):  # staging, which fills it
+            local = it._local_tensor.new_empty(it._local_tensor.shape, **kwargs)
+        else:
+            raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
+        return cls.make(local, it.parts, it.mine, it.stacked, it.shape, it.device_mesh)
 
     def full_tensor(self, **_: Any) -> Tensor:
         """Return the whole on every rank; needs all ranks of the mesh."""
-        group, device = self.device_mesh.get_group(), torch.device(self.device_mesh.device_type)
-        if device.type == self._local_tensor.device.type:
-            device = self._local_tensor.device
-        elif device.type == "cuda":  # a count of steps, which lies on the CPU
-            device = torch.device("cuda", torch.cuda.current_device())
-        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        group, home, here = self.device_mesh.get_group(), self.device_mesh.device_type, self._local_tensor.device
+        # A count of steps lies on the CPU, from where a GPU's group sends nothing.
+        full = torch.empty(self.shape, dtype=self.dtype, device=here if here.type == home else home)
         for part in self.parts:
             rows = full[part.start : part.stop] if self.stacked else full
             if part.owner == dist.get_rank(group):
@@ -121,15 +116,11 @@ class PartOfState(DTensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """Return what this rank writes into a distributed checkpoint."""
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        properties, items = TensorProperties.create_from_tensor(self._local_tensor), []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, properties, self.shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
         """Return the only chunk that there can be."""

@@ -28,7 +28,7 @@ def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
     return merged
 
 
-def _parts(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]:
+def _rows(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]:
     """Return whether state has an entry for every matrix of a stack, and the rows (start, stop) of it that are here.
 
     Counts of skipped gradients have none. State that is not of a stack is one row, of one owner.
@@ -36,24 +36,6 @@ def _parts(weight: LocalWeight, key: str) -> tuple[bool, tuple[int, int] | None]
     stacked = weight.stacked and key.partition(".")[0] != "skipped"
     mine = (0, 1) if weight.mine is None or not stacked else (weight.mine.start, weight.mine.stop)
     return stacked, None if weight.mine is None else mine
-
-
-def parts_of_state(weight: LocalWeight, entry: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
-
-    Args:
-        weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. layout: of the whole.
-    """
-    from prokl.distributed.part_of_state import PartOfState
-
-    mesh, exported = weight.team.mesh(weight.p.device), {}
-    for key, (shape, dtype) in layout.items():
-        stacked, mine = _parts(weight, key)
-        parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
-        device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
-        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-        exported[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
-    return exported | {key: value for key, value in entry.items() if key not in layout}
 
 
 def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
@@ -65,18 +47,39 @@ def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
     return weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
 
 
-def shards_of_state(weight: LocalWeight, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
+def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
+
+    Args:
+        one, weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. method: its own.
+    """
+    from prokl.distributed.part_of_state import PartOfState
+
+    layout, exported = layout_of_weight(one, method), {}
+    for key, (shape, dtype) in layout.items():
+        stacked, mine = _rows(weight, key)
+        parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
+        device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
+        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        exported[key] = PartOfState.make(held, parts, mine, stacked, shape, weight.team.mesh(weight.p.device))
+    return exported | {key: value for key, value in entry.items() if key not in layout}
+
+
+def exported_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return a weight's entry of a state dict, with what each rank has a part of in DTensors that say so."""
+    if one.matrix and weight.parts:
+        # Anew also of what others own: another dtype of a weight is another one of its state.
+        own = {key: value for key, value in entry.items() if weight.mine is not None or not is_dtensor(value)}
+        return parts_of_state(one, weight, own, method)
+    p, stand_in = weight.p, weight.stand_in
+    if one.matrix or stand_in is None or (stand_in is p and not weight.parts):
+        return entry
     from torch.distributed.tensor import DTensor
 
-    p, stand_in = weight.p, weight.stand_in
-    if stand_in is p and not weight.parts:
-        return entry
-    mesh, placements = _placed(weight)
+    (mesh, placements), exported = _placed(weight), dict(entry)
     stride = torch.empty(p.shape, device="meta").stride()
-    exported = dict(entry)
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value.ndim and stand_in is not None and value.shape == stand_in.shape:
+        if isinstance(value, Tensor) and value.ndim and value.shape == stand_in.shape:
             exported[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
             exported[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
     return exported
@@ -87,22 +90,56 @@ def check_undivided(state: dict[str, Any]) -> None:
     for one in weights_of(state["param_groups"]):
         for value in map(unwrapped, state["state"].get(one.p, {}).values()):
             if is_dtensor(value):
-                raise ValueError(partial_message(one.name, value))
+                raise ValueError(_of_another(one.name, value))
 
 
-def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
-    """Return what this rank owns of loaded state, as far as it fits, whether that is the whole or the part.
+def check_part(weight: LocalWeight, key: str, value: Any, name: str) -> None:
+    """Raise ValueError for loaded state that is another rank's part, or AdamW's of another weight; waits for nobody."""
+    if key in (*MOMENTS, MAXIMUM) and isinstance(value, Tensor) and value.shape != weight.p.shape:
+        raise ValueError(
+            f"The loaded state of {name} has {key} of shape {tuple(value.shape)}; must be the weight's, "
+            f"{tuple(weight.p.shape)}. Load a state dict of the same model."
+        )
+    if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
+        return
+    if weight.parts:
+        here = _rows(weight, key)[1]
+        fits = value.device_mesh == weight.team.mesh(weight.p.device) and getattr(value, "mine", here) == here
+    else:
+        fits = not hasattr(value, "parts") and value.device_mesh == getattr(weight.p, "device_mesh", None)
+    if not fits or getattr(value, "of_rank", dist.get_rank()) != dist.get_rank():
+        raise ValueError(_of_another(name, value))
+
+
+def _of_another(name: str, value: Any) -> str:
+    owners = sorted({part.owner for part in value.parts}) if hasattr(value, "parts") else []
+    whose = f"is held by rank {', '.join(map(str, owners))} of its process group" if owners else "is one rank's part"
+    return (
+        f"The loaded state of {name} {whose}, and what was loaded is the part of another rank, of another number of "
+        "ranks, or of owners found with other settings or frozen weights: freeze what was frozen at the first step, "
+        "load, and unfreeze it then. Save with torch.distributed.checkpoint, which can be loaded on any number of "
+        "ranks, or save optimizer.gather_state_dict(), which all ranks must call."
+    )
+
+
+def own_state(one: Weight, weight: LocalWeight, loaded: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+    """Return what this rank steps of a weight's loaded state, as far as it fits, whether that is whole or its part.
 
     All ranks call it, as making a DTensor whole takes them all.
 
     Args:
-        weight: whose. loaded: its state. layout: of the whole; it may have keys that the layout does not know.
+        one, weight: whose. loaded: its state; it may have keys that are not known. method: its own.
     """
-    owned = {}
+    loaded = {key: unwrapped(value) for key, value in loaded.items()}
+    if not one.matrix:
+        return {key: _own_shard(weight, value) for key, value in loaded.items()}
+    if not weight.parts or not loaded:
+        return loaded
+    owned, layout = {}, layout_of_weight(one, method)
     for key, value in loaded.items():
         if is_dtensor(value) and not hasattr(value, "parts"):
             value = value.full_tensor()
-        stacked, mine = _parts(weight, key)
+        stacked, mine = _rows(weight, key)
         if mine is None:
             continue
         shape = layout[key][0] if stacked and key in layout else None
@@ -116,48 +153,17 @@ def own_parts(weight: LocalWeight, loaded: dict[str, Any], layout: StateLayout) 
     return owned
 
 
-def check_part(weight: LocalWeight, key: str, value: Any, name: str) -> None:
-    """Raise ValueError for loaded state that is another rank's part, or AdamW's of another weight; waits for nobody."""
-    if key in (*MOMENTS, MAXIMUM) and isinstance(value, Tensor) and value.shape != weight.p.shape:
-        raise ValueError(
-            f"The loaded state of {name} has {key} of shape {tuple(value.shape)}; must be the weight's, "
-            f"{tuple(weight.p.shape)}. Load a state dict of the same model."
-        )
-    if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
-        return
-    if weight.parts:
-        here = _parts(weight, key)[1]
-        fits = value.device_mesh == weight.team.mesh(weight.p.device) and getattr(value, "mine", here) == here
-    else:
-        fits = not hasattr(value, "parts") and value.device_mesh == getattr(weight.p, "device_mesh", None)
-    if not fits or getattr(value, "of_rank", dist.get_rank()) != dist.get_rank():
-        raise ValueError(partial_message(name, value))
-
-
-def partial_message(name: str, value: Any) -> str:
-    """Say that a loaded state is one rank's."""
-    owners = sorted({part.owner for part in value.parts}) if hasattr(value, "parts") else []
-    whose = f"is held by rank {', '.join(map(str, owners))} of its process group" if owners else "is one rank's part"
-    return (
-        f"The loaded state of {name} {whose}, and what was loaded is the part of another rank, of another number of "
-        "ranks, or of owners found with other settings or frozen weights: freeze what was frozen at the first step, "
-        "load, and unfreeze it then. Save with torch.distributed.checkpoint, which can be loaded on any number of "
-        "ranks, or save optimizer.gather_state_dict(), which all ranks must call."
-    )
-
-
-def own_shard(weight: LocalWeight, value: Any) -> Any:
+def _own_shard(weight: LocalWeight, value: Any) -> Any:
     """Return this rank's shard of loaded AdamW state, as far as it fits."""
     from torch.distributed.tensor import distribute_tensor
 
     if weight.stand_in is weight.p and not weight.parts:
         return value
     mesh, placements = _placed(weight)
-    if is_dtensor(value):
-        if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
-            return value.to_local()
-        value = value.full_tensor()
-    if isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape:
+    if is_dtensor(value) and (value.device_mesh, tuple(value.placements)) == (mesh, tuple(placements)):
+        return value.to_local()
+    whole = value.full_tensor() if is_dtensor(value) else value
+    if isinstance(whole, Tensor) and whole.ndim and whole.shape == weight.p.shape:
         # Without communication: every rank has the whole.
-        return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
-    return value
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    return whole

@@ -1,8 +1,10 @@
-"""The ranks among which some weights are divided, and their process group."""
+"""The ranks among which some weights are divided, and the words between them before anything moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,3 +89,48 @@ def check_group(group: Any) -> None:
             f"{type(group).__name__} {group!r}: pass torch.distributed.group.WORLD to divide the work among all ranks, "
             "or None to leave it undivided."
         )
+
+
+def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> None:
+    """Raise on all ranks where one of them failed: its own error, and a ValueError on the others.
+
+    Args:
+        teams: those of this rank. failure: this rank's. undone: what no rank has done then, for the others' message.
+    """
+    cause = None
+    if failure is not None:
+        cause = f"rank {dist.get_rank()} could not: {type(failure).__name__}: {failure}"
+    for team in (*teams, *teams):  # twice, as a team's other ranks do not hear what a later team of this rank says
+        cause = next(filter(None, [cause, *team.gathered(cause)]), None)
+    if cause is not None:
+        raise failure or ValueError(f"{undone}, as {cause}")
+
+
+Lines = tuple[list[str], list[str]]
+"""What ranks must have alike of a team's weights: what each is, and who owns it."""
+
+
+def compare(lines: Mapping[Team, Lines]) -> None:
+    """Raise on all ranks where the weights of a team differ between its ranks: their messages would not fit."""
+    failure: Exception | None = None
+    for team, mine in lines.items():
+        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+        if len({*team.gathered(digest)}) > 1:
+            failure = difference(team, team.gathered(mine))
+    agree(lines, failure, "Nothing was stepped")
+
+
+def difference(team: Team, lines: Sequence[Lines]) -> RuntimeError:
+    """Return the error that names the first weight of which two ranks have given something else.
+
+    Owners come last: one weight that differs deals out the work of all anew.
+    """
+    place = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
+    pairs = [pair for both in zip(lines[0], lines[place], strict=True) for pair in zip_longest(*both)]
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return RuntimeError(
+        f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one or 'nothing'}; "
+        f"{other or 'nothing'}. Names, shapes, dtypes, groups and requires_grad must be the same on all ranks that "
+        "divide the work. A wrapper that gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes "
+        "without process_group=."
+    )

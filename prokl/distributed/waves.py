@@ -1,4 +1,9 @@
-"""The order of a divided step: weights in waves, each with what is sent before and after it.
+"""The order of a divided step, and what is sent in it: gradients and weights to their owners, and stepped weights back.
+
+A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. The owner of a
+sharded one collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one
+process's, and a weight that has been changed by hand counts. Where shards have copies (HSDP) both go between the owner
+and one copy of each, which is then sent from there to the others.
 
 Weights whose buckets have common shapes form a wave. While one is stepped, what the next one needs is on its way, and
 what the last one brought is on its way back, and from there to who has copies.
@@ -6,6 +11,7 @@ what the last one brought is on its way back, and from there to who has copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,10 +21,140 @@ from torch import Tensor
 
 from prokl.backends.io import in_float32
 from prokl.distributed.team import Team
-from prokl.distributed.transport import Replicas, Shards
 from prokl.distributed.weights import LocalWeight, Transfer
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.engine import Engine
+
+ALIGNMENT = 16
+"""Bytes that every tensor in a message begins at a multiple of: no dtype needs more."""
+PADDING = 1.25
+"""An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
+
+
+def nbytes(transfer: Transfer) -> int:
+    """Return the bytes that a transfer takes in a message, up to where the next one begins."""
+    return -(-math.prod(transfer.block.shape) * transfer.weight.p.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def unpacked(message: Tensor, transfers: Sequence[Transfer], copies: int = 1) -> list[Tensor]:
+    """Return the tensors of a message, a flat buffer of bytes, as views: ``copies`` of each transfer in a row."""
+    tensors, start = [], 0
+    for transfer in transfers:
+        shape, dtype = transfer.block.shape, transfer.weight.p.dtype
+        for _ in range(copies):
+            tensors.append(message[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            start += nbytes(transfer)
+    return tensors
+
+
+class Replicas:
+    """Sends stepped weights, or blocks of them, of which all ranks of a team have copies, from one to the others.
+
+    Args:
+        team: whose. transfers: those that each place has the new one of, in the same order on every rank.
+        device: of the weights. returned: whether the new one is in the weight by then, no longer in the stand-in.
+    """
+
+    def __init__(
+        self, team: Team, transfers: Sequence[Sequence[Transfer]], device: torch.device, returned: bool
+    ) -> None:
+        self.team, self.transfers, self.device, self.returned = team, transfers, device, returned
+        self.sizes = [sum(map(nbytes, sent)) for sent in transfers]
+        self.most = max(self.sizes)
+        self.gathers = self.most * team.size <= PADDING * sum(self.sizes)
+        self._begun: list[tuple[int, Tensor, Any]] = []
+
+    def start(self) -> None:
+        """Begin to send; the weights may be stepped again only after :meth:`finish`."""
+        me, group = self.team.index, self.team.group
+        outgoing = torch.empty(self.most if self.gathers else self.sizes[me], dtype=torch.uint8, device=self.device)
+        for transfer, part in zip(self.transfers[me], unpacked(outgoing, self.transfers[me]), strict=True):
+            part.copy_(transfer.here() if self.returned else transfer.standing())
+        if self.gathers:
+            gathered = outgoing.new_empty(self.most * self.team.size)
+            # The older name warns from torch 2.13 on.
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = all_gather(gathered, outgoing, group=group, async_op=True)
+            self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(gathered, self.most))]
+            return
+        for place, size in enumerate(self.sizes):
+            if size:
+                buffer = outgoing if place == me else outgoing.new_empty(size)
+                work = dist.broadcast(buffer, group_src=place, group=group, async_op=True)
+                self._begun.append((place, buffer, work))
+
+    def finish(self) -> None:
+        """Write what has come into the weights."""
+        begun, self._begun = self._begun, []
+        for _, _, work in begun:
+            work.wait()
+        for place, buffer, _ in begun:
+            if place != self.team.index:
+                for transfer, part in zip(self.transfers[place], unpacked(buffer, self.transfers[place]), strict=True):
+                    transfer.here().copy_(part)
+        for transfer in () if self.returned else self.transfers[self.team.index]:
+            if transfer.standing().data_ptr() != transfer.here().data_ptr():
+                transfer.here().copy_(transfer.standing())
+
+
+class Shards:
+    """Collects gradients and weights at their owners, and sends stepped weights back to where they came from.
+
+    Args:
+        team: whose. transfers: those of this rank, in an order that is the same on all. device: of the weights.
+    """
+
+    def __init__(self, team: Team, transfers: Sequence[Transfer], device: torch.device) -> None:
+        self.team, self.device, me = team, device, team.index
+        self.staying = [t for t in transfers if t.sender == t.part.owner == me]
+        self.lent = sorted((t for t in transfers if t.sender == me != t.part.owner), key=lambda t: t.part.owner)
+        self.owned = sorted((t for t in transfers if t.part.owner == me != t.sender), key=lambda t: t.sender)
+        places = range(team.size)
+        self._lent_bytes = [sum(nbytes(t) for t in self.lent if t.part.owner == place) for place in places]
+        self._owned_bytes = [sum(nbytes(t) for t in self.owned if t.sender == place) for place in places]
+        self._coming: tuple[Tensor, Any] | None = None
+
+    def start_gather(self) -> None:
+        """Begin to send weights and gradients to their owners; a gradient that is missing here is sent as zero."""
+        sent = [tensor for transfer in self.lent for tensor in (transfer.here(), transfer.gradient())]
+        self._start(self.lent, sent, [2 * size for size in self._lent_bytes], [2 * size for size in self._owned_bytes])
+
+    def wait_gather(self) -> None:
+        """Put what has come, and what was here, where it is stepped."""
+        come: list[tuple[Transfer, Tensor, Tensor | None]] = [(t, t.here(), t.gradient()) for t in self.staying]
+        parts = self._come(self.owned, copies=2)
+        for transfer, weight, gradient in [*come, *zip(self.owned, parts[::2], parts[1::2], strict=True)]:
+            transfer.standing().copy_(weight)
+            into = transfer.standing_gradient()
+            if into is not None:
+                into.zero_() if gradient is None else into.copy_(gradient)
+
+    def start_return(self) -> None:
+        """Begin to send stepped weights back."""
+        self._start(self.owned, [t.standing() for t in self.owned], self._owned_bytes, self._lent_bytes)
+
+    def wait_return(self) -> None:
+        """Write what has come back into the weights."""
+        for transfer, part in zip(self.lent, self._come(self.lent), strict=True):
+            transfer.here().copy_(part)
+        for transfer in self.staying:
+            transfer.here().copy_(transfer.standing())
+
+    def _start(
+        self, transfers: list[Transfer], tensors: Sequence[Tensor | None], sizes: list[int], coming: list[int]
+    ) -> None:
+        sent, received = (torch.empty(sum(some), dtype=torch.uint8, device=self.device) for some in (sizes, coming))
+        parts = unpacked(sent, transfers, copies=len(tensors) // max(1, len(transfers)))
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.zero_() if tensor is None else part.copy_(tensor)
+        work = dist.all_to_all_single(received, sent, coming, sizes, group=self.team.group, async_op=True)
+        self._coming = received, work
+
+    def _come(self, transfers: list[Transfer], copies: int = 1) -> list[Tensor]:
+        assert self._coming is not None
+        (received, work), self._coming = self._coming, None
+        work.wait()
+        return unpacked(received, transfers, copies)
 
 
 def not_finite(weight: LocalWeight) -> Tensor:
@@ -63,16 +199,6 @@ class Wave:
                 rows = [[t for t in mine if t.part.owner == place] for place in range(team.size)]
                 self.replicas.append(Replicas(team, rows, device, returned=False))
 
-    def start_gather(self) -> None:
-        """Begin to collect."""
-        for shards in self.shards:
-            shards.start_gather()
-
-    def wait_gather(self) -> None:
-        """Wait for what was collected."""
-        for shards in self.shards:
-            shards.wait_gather()
-
     def agree(self) -> None:
         """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
         shared: dict[Team, list[LocalWeight]] = {}
@@ -106,11 +232,6 @@ class Wave:
         for copies in self.copies:
             copies.start()
 
-    def wait_copies(self) -> None:
-        """Wait for copies."""
-        for copies in self.copies:
-            copies.finish()
-
 
 def waves_of(weights: Iterable[tuple[LocalWeight, set[Any]]]) -> list[Wave]:
     """Return the waves of weights, each with the keys of the buckets that its matrices may be in.
@@ -133,32 +254,35 @@ def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Se
     Args:
         engine: the stand-ins'. work: its buckets, with their plans. waves: of matrices. adamw: of AdamW's weights.
     """
-    places = {id(weight.stand_in): i for i, wave in enumerate(waves) for weight in wave.weights if weight.mine}
+    places = {weight.stand_in: i for i, wave in enumerate(waves) for weight in wave.weights}
     by_wave: dict[int | None, list[tuple[Bucket, Plan]]] = {}
     for bucket, plan in work:
-        met = {places.get(id(member.p)) for member in bucket.members} - {None}
+        met = {places.get(member.p) for member in bucket.members} - {None}
         by_wave.setdefault(met.pop() if met else None, []).append((bucket, plan))
     if waves:
-        waves[0].start_gather()
+        for shards in waves[0].shards:
+            shards.start_gather()
     engine.adamw.step(engine.state)  # while the first gradients come
     messages, engine.messages = engine.messages, []
     adamw.start_return()
     for bucket, plan in by_wave.get(None, []):  # what is stepped by every rank
         messages += engine.advance(bucket, plan)
     for i, wave in enumerate(waves):
-        wave.wait_gather()
-        if i + 1 < len(waves):
-            waves[i + 1].start_gather()
+        for shards in wave.shards:
+            shards.wait_gather()
+        for shards in waves[i + 1].shards if i + 1 < len(waves) else ():
+            shards.start_gather()
         wave.agree()
         for bucket, plan in by_wave.get(i, []):
             messages += engine.advance(bucket, plan)
         wave.start_return()
         if i > 0:
             waves[i - 1].wait_return()
-        if i > 1:
-            waves[i - 2].wait_copies()
+        for copies in waves[i - 2].copies if i > 1 else ():
+            copies.finish()
     for wave in (*waves[-1:], adamw):
         wave.wait_return()
     for wave in (*waves[-2:], adamw):
-        wave.wait_copies()
+        for copies in wave.copies:
+            copies.finish()
     return messages

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.shapes import MatrixShape
-from prokl.distributed.blocks import Block, holders, rows, whole_block
-from prokl.distributed.ownership import Part
+from prokl.distributed.ownership import Block, Part, holders, whole_block
 from prokl.distributed.team import ALONE, Team
 from prokl.engine.weights import may_move
 
@@ -33,14 +31,6 @@ def local(t: Tensor) -> Tensor:
     return mine.trigger_wait() if hasattr(mine, "trigger_wait") else mine  # still on its way, in nobody's memory
 
 
-def local_gradient(p: Tensor) -> Tensor | None:
-    """Return what of a gradient is on this rank, placed as the weight is; a collective of its mesh where it is not."""
-    g = p.grad
-    if g is not None and is_dtensor(p) and g.placements != p.placements:  # type: ignore[attr-defined]
-        g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return None if g is None else local(g)
-
-
 @dataclass(eq=False)
 class LocalWeight:
     """A weight as this rank steps it, sends it and gets it.
@@ -54,6 +44,8 @@ class LocalWeight:
         kind: what must stay as it is for the weight to go on with the state that it has, by name.
         places: the ranks that hold each block. sharded: whether some have less than everything.
         mine: the part that this rank owns, or None. stand_in: what it steps, or None.
+        here: whether what it steps lies whole on it. own_memory: whether the stand-in is no view of the weight.
+        gradient: this rank's part of it during a step; in the weight's dtype where parts of it are sent.
     """
 
     p: Tensor
@@ -64,25 +56,22 @@ class LocalWeight:
     shapes: tuple[MatrixShape, ...] = ()
     kind: dict[str, Any] = field(default_factory=dict)
     here: bool = field(init=False, default=True)
-    """True if what this rank steps lies whole on it."""
     own_memory: bool = field(init=False, default=False)
-    """True if the stand-in is no view of the weight."""
     stand_in: Tensor | None = field(init=False, default=None)
     gradient: Tensor | None = field(init=False, default=None)
-    """This rank's part of the gradient while it is lent; in the weight's dtype where parts of it are sent."""
-    _index: tuple[slice, ...] = field(init=False, default=())
-    """The index of what this rank steps in what it has."""
+    _index: tuple[slice, ...] = field(init=False, default=())  # of what this rank steps in what it has
 
     def __post_init__(self) -> None:
-        p, whole = self.p, whole_block(self.p.shape)
+        p, place, whole = self.p, self.team.index, whole_block(self.p.shape)
         self.places = holders(self.held)
         self.sharded = any(block != whole for block in self.places)
-        self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
-        block = whole if self.mine is None else self.block(self.mine)
+        self.mine = next((part for part in self.parts if part.owner == place), None)
+        block = whole
         if self.mine is not None:
-            self.here, self.own_memory = self._whole_at(self.mine, self.team.index), self._apart(self.mine)
-            self._index = block.within(self.held[self.team.index])
-        if self.parts and self.mine is None:
+            block = self.block(self.mine)
+            self.here, self.own_memory = self._lies_on(place, block), self._apart(self.mine)
+            self._index = block.within(self.held[place])
+        elif self.parts:
             return
         if self.own_memory:
             if is_dtensor(p):
@@ -97,35 +86,36 @@ class LocalWeight:
         else:
             self.stand_in = p
 
+    def block(self, part: Part) -> Block:
+        """Return the block that a part is."""
+        bounds = whole_block(self.p.shape).bounds
+        return Block(((part.start, part.stop), *bounds[1:]) if self.stacked else bounds)
+
+    def _lies_on(self, place: int, block: Block) -> bool:
+        return self.held[place].meet(block) == block
+
+    def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
+        """Return the blocks in which a part lies on the ranks, each with its holders."""
+        pieces = [(held.meet(self.block(part)), places) for held, places in self.places.items()]
+        return [(piece, places) for piece, places in pieces if 0 not in piece.shape]
+
     def _apart(self, part: Part) -> bool:
         """Return True if the stand-in of a part has memory of its own.
 
         It collects what lies on several ranks, or is one part of a weight of which others have copies: that weight
         changes at once, when all of it has come.
         """
-        copies = any(places != (part.owner,) for _, places in self._pieces(part))
-        return not self._whole_at(part, part.owner) or (len(self.parts) > 1 and copies)
-
-    def block(self, part: Part) -> Block:
-        """Return the block that a part is."""
-        return rows(self.p.shape, part.start, part.stop) if self.stacked else whole_block(self.p.shape)
-
-    def _whole_at(self, part: Part, place: int) -> bool:
-        return self.held[place].meet(self.block(part)) == self.block(part)
-
-    def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
-        """Return the blocks in which a part lies on the ranks, each with its holders."""
-        block = self.block(part)
-        return [(piece, places) for held, places in self.places.items() if not (piece := held.meet(block)).empty]
+        copied = any(places != (part.owner,) for _, places in self._pieces(part))
+        return not self._lies_on(part.owner, self.block(part)) or (len(self.parts) > 1 and copied)
 
     def transfers(self) -> Iterator[Transfer]:
         """Yield all that is sent of this weight, between whichever ranks, in an order that is the same on all."""
         for part in self.parts:
-            copies = self.places[self.held[part.owner]]
+            copies, apart = self.places[self.held[part.owner]], self._apart(part)
             for block, places in self._pieces(part):
                 # From a copy of the weight of which the owner has a block too, as near as may be.
                 near = places[copies.index(part.owner) * len(places) // len(copies)]
-                if places != (part.owner,) or self._apart(part):
+                if places != (part.owner,) or apart:
                     yield Transfer(self, block, part, part.owner if part.owner in places else near, places)
 
     def follow(self) -> None:
@@ -133,26 +123,27 @@ class LocalWeight:
         one, p = self.stand_in, self.p
         if one is not None and (one.dtype, one.device) != (p.dtype, p.device):
             one.grad = None
-            one.data = torch.zeros_like(one, dtype=p.dtype, device=p.device)
-            if not self.own_memory:
-                one.data = local(p)[self._index]
+            own = torch.zeros_like(one, dtype=p.dtype, device=p.device) if self.own_memory else local(p)[self._index]
+            one.data = own
 
     def fill_stand_in(self) -> None:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
-        stand_in, p = self.stand_in, self.p
-        self.gradient = local_gradient(p)  # once a step: of a DTensor it may take all of its ranks
-        if self.gradient is not None and self.sharded:
-            self.gradient = self.gradient.to(p.dtype)
+        stand_in, p, g = self.stand_in, self.p, self.p.grad
+        if g is not None and is_dtensor(p) and g.placements != p.placements:  # type: ignore[attr-defined]
+            g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]  # by all ranks of its mesh
+        if g is not None:
+            self.gradient = local(g).to(p.dtype) if self.sharded else local(g)
         if stand_in is None or stand_in is p:
             return
         stand_in.requires_grad_(p.requires_grad)
         if not self.own_memory:
             stand_in.data = local(p)[self._index]
-        elif may_move(p) and not stand_in.untyped_storage().nbytes():
-            stand_in.untyped_storage().resize_(stand_in.nbytes)
-            stand_in.detach().zero_()
-        if self.own_memory and self.here and may_move(p):
-            stand_in.detach().copy_(local(p)[self._index])
+        elif may_move(p):
+            if not stand_in.untyped_storage().nbytes():
+                stand_in.untyped_storage().resize_(stand_in.nbytes)
+                stand_in.detach().zero_()
+            if self.here:
+                stand_in.detach().copy_(local(p)[self._index])
         gradient = None
         if self.gradient is not None and not self.here:
             gradient = torch.empty_like(stand_in)
@@ -176,7 +167,7 @@ class LocalWeight:
             self.stand_in.untyped_storage().resize_(0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """A block of a weight on its way to the owner of a part, and back.
 
@@ -192,27 +183,23 @@ class Transfer:
     sender: int
     holders: tuple[int, ...]
 
-    @cached_property
-    def _local_index(self) -> tuple[slice, ...]:
-        return self.block.within(self.weight.held[self.weight.team.index])
-
-    @cached_property
-    def _stand_in_index(self) -> tuple[slice, ...]:
-        return self.block.within(self.weight.block(self.part))
+    def __post_init__(self) -> None:
+        self._index = self.block.within(self.weight.held[self.weight.team.index])
+        self._stand_in_index = self.block.within(self.weight.block(self.part))
 
     def here(self) -> Tensor:
         """Return it where this rank keeps the weight, a view."""
-        return local(self.weight.p)[self._local_index]
+        return local(self.weight.p)[self._index]
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of :meth:`here`, a view, or None."""
+        g = self.weight.gradient
+        return None if g is None else g[self._index]
 
     def standing(self) -> Tensor:
         """Return it where this rank, the owner, steps it, a view."""
         assert self.weight.stand_in is not None
         return self.weight.stand_in.detach()[self._stand_in_index]
-
-    def gradient(self) -> Tensor | None:
-        """Return the gradient of :meth:`here`, a view, or None."""
-        g = self.weight.gradient
-        return None if g is None else g[self._local_index]
 
     def standing_gradient(self) -> Tensor | None:
         """Return the gradient of :meth:`standing`, a view, or None."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_, itemgetter
 from typing import Any
 
@@ -93,6 +93,7 @@ class Engine:
         """Drop the layout: the buckets, and with them all memory but that of the state's own tensors."""
         self._built_on: tuple[list[Any], list[Any]] | None = None
         self._buckets: list[Bucket] = []
+        self._waiting: list[Tensor] = []
         self.graphs.keep(())
 
     def buckets(self) -> list[Bucket]:
@@ -135,13 +136,9 @@ class Engine:
         and weight decay are looked at.
         """
         built_on, self._built_on = self._built_on, None
-        now, same = None if built_on is None else self._fingerprint(), False
-        if now is not None and built_on is not None and len(now[0]) == len(built_on[0]):
-            with suppress(RuntimeError, TypeError, ValueError):  # of a setting that cannot be compared
-                same = all(map(is_, now[0], built_on[0])) and now[1] == built_on[1]
-        if not same:
+        if not self.stands(built_on):
             self.build()
-            built_on = self._fingerprint()
+            built_on = self.fingerprint()
         for group in self.groups:
             check("lr", group["lr"], RATE)
             check("weight_decay", group["weight_decay"], NONNEGATIVE)
@@ -171,7 +168,7 @@ class Engine:
         moved, messages = self.graphs.execute(bucket, plan) if bucket.backend.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
 
-    def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
+    def fingerprint(self) -> tuple[list[Any], list[Any]] | None:
         """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
 
         It is None where something has no address, or is no longer what it was.
@@ -202,6 +199,16 @@ class Engine:
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return None
         return objects, forms
+
+    def stands(self, built_on: tuple[list[Any], list[Any]] | None) -> bool:
+        """Return True if groups, weights and state are what they were at that :meth:`fingerprint`."""
+        now = None if built_on is None else self.fingerprint()
+        if now is None or built_on is None or len(now[0]) != len(built_on[0]):
+            return False
+        try:
+            return all(map(is_, now[0], built_on[0])) and now[1] == built_on[1]
+        except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
+            return False
 
     def build(self) -> None:
         """Check everything, and lay the weights of a shape together: as they are now, which is the state's new place.
@@ -237,7 +244,7 @@ class Engine:
                 )
 
         placed: dict[BucketKey, list[tuple[Member, Weight]]] = {}
-        self._waiting: list[Tensor] = []
+        self._waiting = []
         per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
         alike = [tuple(plain(g.get(key)) for key in self.defaults if key not in per_member) for g in self.groups]
         for weight in weights:
@@ -255,6 +262,13 @@ class Engine:
         self.remember(weights)
 
         self._stepped = [(weight, weight.p, not weight.matrix and weight.group["fused"]) for weight in weights]
+        self.watch(weights)
+        if not self._told_float16 and (message := in_float16(self.groups)):
+            self._told_float16 = True
+            self.messages.append(message)
+
+    def watch(self, weights: Collection[Weight]) -> None:
+        """Let a fingerprint be of the settings and the state of these weights."""
         rates, ours = {"lr", "weight_decay"}, {*self.defaults, *DEFAULTS} - {"differentiable"}
         self._settings = {
             "matrix": itemgetter("algorithm", *(ours - rates)),
@@ -266,9 +280,6 @@ class Engine:
             keys = [key for key in keys if not (weight.matrix and key.startswith("step"))]  # which a step replaces
             if keys:
                 self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
-        if not self._told_float16 and (message := in_float16(self.groups)):
-            self._told_float16 = True
-            self.messages.append(message)
 
     def check_group(self, index: int) -> None:
         """Raise ValueError for a group that lacks a setting, or has one that is out of bounds.
