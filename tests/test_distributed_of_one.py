@@ -65,7 +65,7 @@ def test_ranks_skip_each_weight_of_fused_adamw_alone(device, monkeypatch):
 def test_groups_are_checked_only_where_something_has_changed(how, device):
     run = Run(how, shapes=SOME, device=device).train(0, LATE + 2)
     outer, own = run.optimizer._outer, run.optimizer.engine
-    with patch.object(outer, "check_settings") as checked, patch.object(own, "build") as built:
+    with patch.object(outer, "check_group") as checked, patch.object(own, "build") as built:
         run.step(LATE + 2)
         assert not checked.called and not built.called
     run.optimizer.param_groups[0]["momentum"] = 1.5
