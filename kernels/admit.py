@@ -267,33 +267,25 @@ def admit(
         n: long side, above r.
         ceilings: of the inverse roots of L, and of S and mu.
         largest: number that the state can hold.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if A.ndim != 3 or 0 in A.shape[1:] or A.shape[2] > MOST:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, r) with m >= 1 and r from 1 to {MOST}.")
-    B, m, r = A.shape
-    if n <= r:
-        raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
+    B, m, r = launch.matrices("A", A)
+    assert r <= MOST and n > r, (r, n)
     e_res = e_res.unsqueeze(1) if e_res.ndim == 2 else e_res
-    inputs: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"A": (A, (B, m, r)), "G_tilde": (G_tilde, (B, m, r))}
-    inputs["e_res"] = e_res, (B, e_res.shape[1], m)
     names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu")
-    inputs |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
-    inputs["lambda_0"] = lambda_0, (B,)
-    present = {name: (t, shape) for name, (t, shape) in inputs.items() if t is not None}
-    for name, (t, shape) in present.items():
-        launch.check(name, t, shape, A.device, like="A")
+    given: launch.Shapes = {"A": (A, (B, m, r)), "G_tilde": (G_tilde, (B, m, r))}
+    given["e_res"] = e_res, (B, e_res.shape[1], m)
+    given |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
+    launch.check(A.device, given | {"lambda_0": (lambda_0, (B,))})
 
-    dtype = launch.arithmetic_dtype(*(t for t, _ in present.values()))
+    tensors = [A, G_tilde, e_res, *roots, *(() if lambda_0 is None else (lambda_0,))]
+    dtype = launch.arithmetic_dtype(*tensors)
     shapes = ((3, B, m), (3, B, r), (5, B))
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
         spare = 1 if aligned(A, G_tilde) else 2  # every element has an address in registers then
-        read = [present[name][0] if name in present else A for name in (*names, "lambda_0")]  # A: not read
+        read = [*roots, A if lambda_0 is None else lambda_0]  # A: not read
         launch.start(
             admit_kernel,
             (B,),

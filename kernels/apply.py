@@ -13,7 +13,7 @@ from torch import Tensor
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.split import converted
-from prokl.kernels.stack import check_addresses, pointers, vectorised
+from prokl.kernels.stack import pointers, vectorised
 
 LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
@@ -246,54 +246,33 @@ def apply(
         master: (B,m,n) float32, contiguous: bfloat16 weights are stepped from it wherever they are its rounding to
             nearest, and it gets the step too. Without keys and master weights are rounded to nearest.
         tile: block sizes, by default from sizes and dtypes.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if (left is None) != (right is None):
-        raise ValueError("Only one of left and right was given: pass both, or neither.")
+    assert (left is None) == (right is None) and (X is not None or scale is None)
     if X is None:
-        if left is None or right is None:
-            raise ValueError("Neither X nor left and right were given: pass X, or both left and right.")
-        if scale is not None:
-            raise ValueError("scale was given without X, which it multiplies: pass X too.")
-        if left.ndim != 3 or 0 in left.shape[1:]:
-            raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with m, r >= 1.")
-        if right.ndim != 3 or right.shape[1] == 0:
-            raise ValueError(f"right has shape {tuple(right.shape)}; must be (B, n, r) with n >= 1.")
-        count, m, n = left.shape[0], left.shape[1], right.shape[1]
+        assert left is not None and right is not None
+        (count, m, r), n = launch.matrices("left", left), launch.matrices("right", right)[1]
     else:
-        if X.ndim != 3 or 0 in X.shape[1:]:
-            raise ValueError(f"X has shape {tuple(X.shape)}; must be (B, m, n) with m, n >= 1.")
-        if left is not None and (left.ndim != 3 or left.shape[2] == 0):
-            raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with r >= 1.")
-        count, m, n = X.shape
-    r = 0 if left is None else left.shape[2]
-    check_addresses(addresses, count, dtype)
-    shapes = {"X": (count, m, n), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
-    present = {name: t for name, t in zip(shapes, (X, left, right, scale), strict=True) if t is not None}
-    for name, given in present.items():
-        launch.check(name, given, shapes[name], addresses.device, like="addresses")
+        count, m, n = launch.matrices("X", X)
+        r = 0 if left is None else launch.matrices("left", left)[2]
+    device = addresses.device
+    launch.check(device, {"addresses": (addresses, (3, count))}, (torch.int64,))
+    given = {"X": (X, (count, m, n)), "left": (left, (count, m, r)), "right": (right, (count, n, r))}
+    launch.check(device, given | {"scale": (scale, (count,))})
     for name, t in (("lr", lr), ("weight_decay", weight_decay)):
-        shape = () if t.ndim == 0 else (1 if len(t) == 1 else count,)
-        launch.check(name, t, shape, addresses.device, (torch.float32, torch.float64), like="addresses")
-    if active is not None:
-        launch.check("active", active, (count,), addresses.device, (torch.bool,), like="addresses")
-    kept = {"keys": (keys, (count,), torch.int64), "master": (master, (count, m, n), torch.float32)}
-    for name, (kept_t, wanted, kind) in kept.items():
-        if kept_t is not None:
-            launch.check(name, kept_t, wanted, addresses.device, (kind,), like="addresses")
-            if dtype != torch.bfloat16:
-                raise ValueError(f"{name} was given for weights of {dtype}; must be torch.bfloat16: leave {name} out.")
-    if keys is not None and master is not None:
-        raise ValueError("Both keys and master were given: pass one of them.")
+        shape = (1,) * t.ndim if t.numel() == 1 else (count,)
+        launch.check(device, {name: (t, shape)}, (torch.float32, torch.float64))
+    launch.check(device, {"active": (active, (count,))}, (torch.bool,))
+    launch.check(device, {"keys": (keys, (count,))}, (torch.int64,))
+    launch.check(device, {"master": (master, (count, m, n))}, (torch.float32,))
+    assert dtype in launch.FLOATS and (keys is None or master is None)
+    assert (keys is None and master is None) or dtype == torch.bfloat16
     if master is not None and not master.is_contiguous():
         raise ValueError(f"master has strides {master.stride()}; must be contiguous.")
     if count == 0:
         return
 
-    total = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*present.values())
-    operand = total
+    present = [t for t in (X, left, right, scale) if t is not None]
+    total = operand = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*present)
     if left is not None and right is not None:
         operand = launch.operand_dtype(total, left, right)
         left, right = (launch.multiplicable(t, total) for t in (left, right))
@@ -301,7 +280,7 @@ def apply(
     launch.start(
         apply_kernel,
         (count * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
-        addresses.device,
+        device,
         addresses,
         *(lr if t is None else t for t in (X, left, right, scale, active, keys, master)),  # lr: not read as such
         lr,

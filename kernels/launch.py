@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prokl.pair import Operand, Pair
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True if Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when they were defined)."""
 
@@ -24,6 +26,9 @@ TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+
+Shapes = dict[str, tuple[Operand | None, tuple[int, ...]]]
+"""Arguments by their names, each with the shape that it must have if it is there."""
 
 LOG = logging.getLogger("prokl")
 _logged = False
@@ -69,23 +74,35 @@ def multiplicable(t: Tensor, sum_dtype: torch.dtype) -> Tensor:
     return t.float() if sum_dtype == torch.float64 and t.dtype.itemsize == 2 else t
 
 
+def matrices(name: str, t: Operand) -> tuple[int, int, int]:
+    """Return the sides of a batch of matrices, or raise ValueError unless it is one."""
+    if len(t.shape) != 3 or 0 in t.shape[1:]:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
+    B, m, n = t.shape
+    return B, m, n
+
+
 def check(
-    name: str,
-    t: Tensor,
-    shape: tuple[int, ...],
     device: torch.device,
+    tensors: Shapes,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
-    like: str = "the first tensor",
 ) -> None:
-    """Raise ValueError, naming the argument, unless ``t`` has this shape, one of these dtypes and this device."""
-    if t.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; must be {shape}.")
-    if t.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {t.dtype}; must be one of {dtypes}: convert it.")
-    if t.device != device:
-        raise ValueError(f"{name} is on {t.device}; must be on {device} as {like} is.")
-    if t.device.type not in DEVICES:
-        raise ValueError(f"{name} is on {t.device}; must be on one of {DEVICES}: use the PyTorch form elsewhere.")
+    """Raise ValueError, naming the argument, unless all have their shapes, one of these dtypes and this device.
+
+    Every launcher calls this for what its kernel reads and writes: memory beyond is safe. All else is asserted.
+    """
+    for name, (given, shape) in tensors.items():
+        t = given.hi if isinstance(given, Pair) else given
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; must be {shape}.")
+        if t.dtype not in dtypes:
+            raise ValueError(f"{name} has dtype {t.dtype}; must be one of {dtypes}: convert it.")
+        if t.device != device:
+            raise ValueError(f"{name} is on {t.device}; must be on {device} as the others are.")
+        if t.device.type not in DEVICES:
+            raise ValueError(f"{name} is on {t.device}; must be on one of {DEVICES}: use the PyTorch form elsewhere.")
 
 
 def input_precision(operand: torch.dtype) -> str:

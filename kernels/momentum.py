@@ -17,8 +17,6 @@ from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import (
     add_product,
     aligned,
-    check_operands,
-    check_out_dtype,
     operand_dtypes,
     store_result,
     stored,
@@ -179,39 +177,19 @@ def momentum(
     Returns:
         X (B,m,n), contiguous, None without ``G_par``; and squared Frobenius norms (3,B,tiles), parts that add up, in
         the dtype of the arithmetic: of X before it is rounded, of X without ``rows``, and of G^.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if G.ndim != 3 or 0 in G.shape[1:]:
-        raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
+    (B, m, n), r = launch.matrices("G", G), launch.matrices("U", U)[2]
     U_hi, U_lo, paired = stored(U)
-    if U_hi.ndim != 3 or U_hi.shape[2] == 0:
-        raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
-    B, m, n = G.shape
-    r = U_hi.shape[2]
-    launch.check("G", G, (B, m, n), G.device)
-    launch.check("M", M, (B, m, n), G.device, like="G")
-    if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
-        raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
-    factors: dict[str, tuple[Operand, tuple[int, ...], torch.device]] = {"U": (U, (B, n, r), G.device)}
+    given = {"G": (G, (B, m, n)), "M": (M, (B, m, n)), "U": (U, (B, n, r)), "G_par": (G_par, (B, m, r))}
+    launch.check(G.device, given | {"rows": (rows, (B, m)), "scale": (scale, (B,))})
+    launch.check(G.device, {"active": (active, (B,))}, (torch.bool,))
+    # Two programs would write one element of an expanded M.
+    assert not any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)), M.stride()
     hat = G_par is not None
-    if G_par is not None:
-        factors["G_par"] = (G_par, (B, m, r), G.device)
-        if isinstance(G_par, Pair) != paired:
-            raise ValueError("Only one of G_par and U is a pair: split both, or neither.")
-    check_operands(like="G", **factors)
-    launch.check("rows", rows, (B, m), G.device, like="G")
-    if scale is not None:
-        launch.check("scale", scale, (B,), G.device, like="G")
-    if active is not None:
-        launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
-
+    assert not hat or isinstance(G_par, Pair) == paired
     dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M, rows)
-    if pair and dtype != torch.float32:
-        raise ValueError("X in float64 was to be split; pairs hold float32.")
+    assert not pair or dtype == torch.float32
     out_dtype = dtype if out_dtype is None else out_dtype
-    check_out_dtype(out_dtype)
     par_hi, par_lo, _ = stored(G if G_par is None else G_par)  # G: not read as such
     par_hi, U_hi = (launch.multiplicable(t, dtype) for t in (par_hi, U_hi))
     X: Operand = M  # not written

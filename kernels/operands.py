@@ -124,19 +124,6 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
-def check_scales(batch: int, device: torch.device, **scales: float | Tensor) -> None:
-    """Raise ValueError unless every scale is a number or one number a matrix on this device."""
-    for name, scale in scales.items():
-        if isinstance(scale, Tensor):
-            launch.check(name, scale, (batch,), device, like="A")
-
-
-def check_out_dtype(out_dtype: torch.dtype) -> None:
-    """Raise ValueError unless results can be stored in this dtype."""
-    if out_dtype not in launch.FLOATS:
-        raise ValueError(f"Invalid out_dtype={out_dtype}: must be one of {launch.FLOATS}.")
-
-
 def scale_arguments(scale: float | Tensor, dummy: Tensor) -> tuple[Tensor, float, int]:
     """Return pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
     return (scale, 0.0, scale.stride(0)) if isinstance(scale, Tensor) else (dummy, float(scale), 0)
@@ -147,22 +134,18 @@ def stored(t: Operand) -> tuple[Tensor, int, bool]:
     return (t.hi, t.both.stride(0), True) if isinstance(t, Pair) else (t, 0, False)
 
 
-def check_operands(like: str = "A", **operands: tuple[Operand, tuple[int, ...], torch.device]) -> None:
-    """Raise ValueError unless factors have their shapes, and beside a pair there is a pair or bfloat16."""
-    paired = any(isinstance(t, Pair) for t, _, _ in operands.values())
-    dtypes = (torch.bfloat16,) if paired else launch.FLOATS
-    for name, (t, shape, device) in operands.items():
-        launch.check(name, stored(t)[0], shape, device, dtypes, like)
-
-
 def operand_dtypes(operands: tuple[Operand, ...], *others: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of the sum and of what is multiplied, of factors and of what is added to their product.
 
-    Raises:
-        ValueError: one is a pair and another of float64.
+    Beside a pair there is a pair or bfloat16, and nothing of float64.
     """
     tensors = [stored(t)[0] for t in operands]
     sum_dtype = launch.arithmetic_dtype(*tensors, *others)
-    if sum_dtype == torch.float64 and any(isinstance(t, Pair) for t in operands):
-        raise ValueError("A tensor of float64 came with a pair, which holds float32: convert it, or split nothing.")
+    if any(isinstance(t, Pair) for t in operands):
+        assert sum_dtype == torch.float32 and all(t.dtype == torch.bfloat16 for t in tensors), tensors
     return sum_dtype, launch.operand_dtype(sum_dtype, *tensors)
+
+
+def scales(batch: int, **given: float | Tensor) -> launch.Shapes:
+    """Return the scales of matrices that are tensors, for :func:`launch.check`."""
+    return {name: (t, (batch,)) for name, t in given.items() if isinstance(t, Tensor)}

@@ -22,13 +22,11 @@ from prokl.kernels.operands import (
     PROGRAMS,
     add_product,
     aligned,
-    check_operands,
-    check_out_dtype,
-    check_scales,
     halves_of_columns,
     operand_dtypes,
     scale_arguments,
     scale_of,
+    scales,
     store_result,
     stored,
 )
@@ -212,23 +210,16 @@ def _launch(
 ) -> tuple[Operand, Tensor]:
     # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows, or the count of a bound.
     (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
-    if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
-    if B_hi.ndim != 3 or B_hi.shape[2] == 0:
-        raise ValueError(f"B has shape {tuple(B.shape)}; must be (batch, k, n) with n >= 1.")
-    batch, m, k = A_hi.shape
-    n, device = B_hi.shape[2], A_hi.device
-    check_operands(A=(A, (batch, m, k), device), B=(B, (batch, k, n), device))
-    if C is not None:
-        launch.check("C", C, (batch, m, n), device, like="A")
-    check_scales(batch, device, alpha=alpha, beta=beta)
+    batch, m, k = launch.matrices("A", A)
+    n, device = launch.matrices("B", B)[2], A_hi.device
+    given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, k, n)), "C": (C, (batch, m, n))}
+    launch.check(device, given | scales(batch, alpha=alpha, beta=beta))
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
     sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
     pair = out_dtype is None
-    if pair and sum_dtype != torch.float32:
-        raise ValueError("A sum in float64 was to be split; pairs hold float32: take product().")
+    assert not pair or sum_dtype == torch.float32
     D: Operand
     D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
     D_hi, D_lo, has_D_lo = stored(D)
@@ -238,9 +229,9 @@ def _launch(
     flags = (parts if energy else D_hi, D_hi, D_hi, D_hi)  # D: neither read nor written as such
     count = parts
     if bound is not None:
-        launch.check("energies", bound.energies, (batch, *bound.energies.shape[1:2], k), device, like="A")
-        launch.check("bounded", bound.bounded, (batch,), device, (torch.bool,), like="A")
-        launch.check("clipped", bound.clipped, (batch,), device, like="A")
+        of_bound: launch.Shapes = {"energies": (bound.energies, (batch, *bound.energies.shape[1:2], k))}
+        launch.check(device, of_bound | scales(batch, clipped=bound.clipped))
+        launch.check(device, scales(batch, bounded=bound.bounded), (torch.bool,))
         count = torch.empty(batch, dtype=bound.clipped.dtype, device=device)
         flags = (bound.energies, bound.bounded.contiguous(), bound.clipped.contiguous(), count)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
@@ -324,9 +315,6 @@ def product(
 
     Returns:
         D (batch,m,n), contiguous.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     D, _ = _launch(A, B, C, alpha, beta, tile, _stored_dtype(A, B, out_dtype))
     assert isinstance(D, Tensor)
@@ -341,11 +329,10 @@ def split_product(A: Operand, B: Operand, *, tile: Tile | None = None) -> Pair:
 
 
 def _stored_dtype(A: Operand, B: Operand, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a product, checked; by default the wider of A's and B's, float32 of pairs."""
+    """Return the dtype of a product; by default the wider of A's and B's, float32 of pairs."""
     if out_dtype is None:
         whole = [t.dtype for t in (A, B) if isinstance(t, Tensor)]
         out_dtype = torch.promote_types(*whole) if len(whole) == 2 else torch.float32
-    check_out_dtype(out_dtype)
     return out_dtype
 
 

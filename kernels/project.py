@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, check_operands, store_result, stored
+from prokl.kernels.operands import aligned, store_result, stored
 from prokl.kernels.split import empty_pair, halves
 from prokl.pair import Operand
 
@@ -155,21 +155,10 @@ def project(
 
     Returns:
         G U and M U (B,2,m,r), contiguous, in the dtype of the sum; and G U (B,m,r), a pair where U is.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if G.ndim != 3 or 0 in G.shape[1:]:
-        raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
+    (B, m, n), r = launch.matrices("G", G), launch.matrices("U", U)[2]
     U_hi, U_lo, paired = stored(U)
-    if U_hi.ndim != 3 or U_hi.shape[2] == 0:
-        raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
-    B, m, n = G.shape
-    r = U_hi.shape[2]
-    splittable = (torch.float16, torch.bfloat16, torch.float32) if paired else launch.FLOATS
-    launch.check("G", G, (B, m, n), G.device, splittable)
-    launch.check("M", M, (B, m, n), G.device, splittable, like="G")
-    check_operands(like="G", U=(U, (B, n, r), G.device))
+    launch.check(G.device, {"G": (G, (B, m, n)), "M": (M, (B, m, n)), "U": (U, (B, n, r))})
     dtype = launch.arithmetic_dtype(G, M, U_hi)
     G, M, U_hi = (launch.multiplicable(t, dtype) for t in (G, M, U_hi))
     projected = torch.empty((B, 2, m, r), dtype=dtype, device=G.device)

@@ -91,7 +91,7 @@ def split(x: Tensor) -> Pair:
     Raises:
         ValueError: another dtype, or a device that kernels do not run on; the message names the bound.
     """
-    launch.check("x", x, tuple(x.shape), x.device, (torch.float32,))
+    launch.check(x.device, {"x": (x, tuple(x.shape))}, (torch.float32,))
     x = x.contiguous()
     pair = empty_pair(tuple(x.shape), x.device)
     if x.numel():
@@ -102,8 +102,7 @@ def split(x: Tensor) -> Pair:
 
 def split_two(x: Tensor, y: Tensor) -> tuple[Pair, Pair]:
     """Split two float32 tensors in one launch; arguments and errors as of :func:`split`."""
-    for name, t in (("x", x), ("y", y)):
-        launch.check(name, t, tuple(t.shape), x.device, (torch.float32,))
+    launch.check(x.device, {name: (t, tuple(t.shape)) for name, t in (("x", x), ("y", y))}, (torch.float32,))
     x, y = x.contiguous(), y.contiguous()
     pairs = empty_pair(tuple(x.shape), x.device), empty_pair(tuple(y.shape), x.device)
     if x.numel() or y.numel():

@@ -107,13 +107,6 @@ def choose_tile(dtype: torch.dtype) -> Tile:
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
-def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless these are a table of ``count`` matrices of a floating ``dtype``."""
-    launch.check("addresses", addresses, (3, count), addresses.device, (torch.int64,))
-    if dtype not in launch.FLOATS:
-        raise ValueError(f"Invalid dtype={dtype}: must be one of {launch.FLOATS}.")
-
-
 def stack(
     addresses: Tensor,
     m: int,
@@ -141,21 +134,14 @@ def stack(
     Returns:
         (B,m,n), contiguous, in ``dtype`` or a pair, and (B,k), what each program has added up, in the dtype of the sum:
         not finite where an element is not (or its square overflows).
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if m < 1 or n < 1:
-        raise ValueError(f"Invalid m={m}, n={n}: must be at least 1.")
-    if addresses.ndim != 2:
-        raise ValueError(f"addresses has shape {tuple(addresses.shape)}; must be (3, B).")
-    count = addresses.shape[1]
-    check_addresses(addresses, count, dtype)
+    assert m >= 1 and n >= 1 and dtype in launch.FLOATS, (m, n, dtype)
+    count = addresses.shape[-1]
+    launch.check(addresses.device, {"addresses": (addresses, (3, count))}, (torch.int64,))
     tile = tile or choose_tile(dtype)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     total = torch.float64 if dtype == torch.float64 else torch.float32
-    if pair and dtype != torch.float32:
-        raise ValueError(f"Invalid pair=True beside dtype={dtype}: pairs hold float32, so split nothing.")
+    assert not pair or dtype == torch.float32
     G: Operand
     if pair:
         G = empty_pair((count, m, n), addresses.device)

@@ -76,25 +76,19 @@ def store(slots: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]]) -> None:
         slots: (to, value, masks) of B matrices each. ``to`` and ``value`` (B,...) have one shape, and any of float16,
             bfloat16, float32 and float64; matrices of ``to`` are contiguous, and may lie apart. Where one of the
             ``masks`` (B,) bool, contiguous, is False a matrix stays as it is; without masks all are copied.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a stride; the message names the argument and the bound.
     """
     masks: dict[int, Tensor] = {}
     destinations: list[Tensor] = []
     values: list[Tensor] = []
     bits: list[int] = []
     for i, (to, value, masks_of_slot) in enumerate(slots):
-        first, like = slots[0][0], "slots[0].to"
-        if to.ndim == 0 or not _contiguous_matrices(to):
-            raise ValueError(
-                f"slots[{i}].to has shape {tuple(to.shape)} and strides {to.stride()}; must be (B, ...), each of its "
-                "matrices contiguous."
-            )
-        launch.check(f"slots[{i}].to", to, (len(first), *to.shape[1:]), first.device, like=like)
-        launch.check(f"slots[{i}].value", value, tuple(to.shape), first.device, like=like)
+        first = slots[0][0]
+        if not _contiguous_matrices(to):
+            raise ValueError(f"slots[{i}].to has strides {to.stride()}; each of its matrices must be contiguous.")
+        shape = (len(first), *to.shape[1:])
+        launch.check(first.device, {f"slots[{i}].to": (to, shape), f"slots[{i}].value": (value, shape)})
         for k, mask in enumerate(masks_of_slot):
-            launch.check(f"slots[{i}].masks[{k}]", mask, (len(to),), first.device, (torch.bool,), like)
+            launch.check(first.device, {f"slots[{i}].masks[{k}]": (mask, shape[:1])}, (torch.bool,))
             masks[id(mask)] = mask.contiguous()
         if to.numel():
             destinations.append(to)

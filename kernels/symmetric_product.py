@@ -16,13 +16,11 @@ from prokl.kernels.operands import (
     PROGRAMS,
     add_product,
     aligned,
-    check_operands,
-    check_out_dtype,
-    check_scales,
     halves_of_columns,
     operand_dtypes,
     scale_arguments,
     scale_of,
+    scales,
     store_result,
     stored,
 )
@@ -281,20 +279,18 @@ def _compute(
     squared: bool = False,
     norm: tuple[Tensor, float, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D moved, else D.
+    """Launch the kernel; return D in ``out_dtype`` and, with a ``shift``, D moved, else D.
 
     A ``norm`` is parts of squares, noise, and where to store.
     """
     (A_hi, A_lo, paired), (B_hi, B_lo, _), (E_hi, E_lo, _) = stored(A), stored(B), stored(A if E is None else E)
-    batch, m, k = A_hi.shape
-    if C is not None:
-        launch.check("C", C, (batch, m, m), A_hi.device, like="A")
-    check_scales(batch, A_hi.device, alpha=alpha, beta=beta)
-    if tile is not None and tile.m != tile.n:
-        raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
+    batch, m, k = launch.matrices("A", A)
+    given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, m, k)), "C": (C, (batch, m, m))}
+    given["E"] = E, (batch, m, E_hi.shape[-1])
+    launch.check(A_hi.device, given | scales(batch, alpha=alpha, beta=beta))
+    assert isinstance(A, Pair) == isinstance(B, Pair) and (E is None or E_hi.dtype == A_hi.dtype)
     if not isinstance(beta, Tensor) and beta == 0 and ahead == 0:
         C = None
-    check_out_dtype(out_dtype)
     D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
     shifted = D if shift is None else torch.empty_like(D)
     if batch == 0:
@@ -360,14 +356,6 @@ def _compute(
     return D, shifted
 
 
-def check_factor(A: Operand) -> None:
-    """Raise ValueError unless A is a batch of factors."""
-    hi, _, _ = stored(A)
-    if hi.ndim != 3 or 0 in hi.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
-    check_operands(A=(A, tuple(hi.shape), hi.device))
-
-
 def symmetric_product(
     A: Operand,
     *,
@@ -394,11 +382,7 @@ def symmetric_product(
 
     Returns:
         D (batch,m,m), contiguous.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    check_factor(A)
     out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
     return _compute(A, A, C, alpha, beta, out_dtype, tile)[0]
 
@@ -415,11 +399,6 @@ def symmetric_products(
         C: symmetric (batch,m,m).
         alpha: (batch,). gamma: above 0. beta: a number.
     """
-    check_factor(A)
-    shape, (hi, _, _) = tuple(A.shape), stored(A)
-    check_operands(A=(A, shape, hi.device), E=(E, (*shape[:2], E.shape[-1]), hi.device))
-    if hi.dtype != stored(E)[0].dtype:
-        raise ValueError(f"A has dtype {hi.dtype} and E {stored(E)[0].dtype}; must be alike: convert one.")
     A, E = (Pair(t.both.contiguous()) if isinstance(t, Pair) else t.contiguous() for t in (A, E))
     out_dtype = torch.float32 if isinstance(A, Pair) else A.dtype
     return _compute(A, A, C, alpha, beta, out_dtype, tile, E=E, gamma=gamma)[0]
@@ -450,11 +429,7 @@ def symmetric_polynomial(
 
     Returns:
         D (batch,m,m), contiguous.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    _check_factors(A, B)
     if isinstance(A, Pair) or isinstance(B, Pair):
         return _compute(A, B, C, alpha, beta, out_dtype or torch.float32, tile)[0]
     return _compute(A, B, C, alpha, beta, out_dtype or torch.promote_types(A.dtype, B.dtype), tile)[0]
@@ -464,7 +439,6 @@ def shifted_polynomial(
     A: Tensor, B: Tensor, *, C: Tensor, alpha: float, beta: float, shift: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute D = alpha A B^T + beta C as :func:`symmetric_polynomial` does, and D + shift I, each rounded once."""
-    _check_factors(A, B)
     return _compute(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), tile, shift=shift)
 
 
@@ -472,7 +446,6 @@ def extrapolated(
     A: Tensor, *, C: Tensor, alpha: float, beta: float, ahead: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute D = alpha A A^T + beta C as :func:`symmetric_product` does, and D + ahead (D - C), each rounded once."""
-    check_factor(A)
     return _compute(A, A, C, alpha, beta, A.dtype, tile, shift=0.0, ahead=ahead)
 
 
@@ -481,12 +454,7 @@ def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
 
     Args:
         X: (batch,m,k). scale: (batch,). tile: block sizes, by default from the sizes and the dtypes.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    check_factor(X)
-    launch.check("scale", scale, (X.shape[0],), X.device, like="X")
     return _compute(X, X, None, scale, 1.0, X.dtype, tile, squared=True)[0]
 
 
@@ -504,23 +472,9 @@ def normalised_gram(
 
     Returns:
         The product (batch,m,m), in the dtype of X; s, and size s (batch,), in float32.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    check_factor(X)
-    launch.check("squares", squares, (3, X.shape[0], squares.shape[-1]), X.device, (torch.float32,), like="X")
-    launch.check("size", size, (X.shape[0],), X.device, (torch.float16, torch.bfloat16, torch.float32), like="X")
+    launch.check(X.device, {"squares": (squares, (3, X.shape[0], squares.shape[-1]))}, (torch.float32,))
     inverse = torch.empty((X.shape[0], 2), dtype=torch.float32, device=X.device)
     norm = squares.contiguous(), noise, inverse
     D, _ = _compute(X, X, None, size, 1.0, X.dtype, tile, squared=True, norm=norm)
     return D, inverse[:, 0], inverse[:, 1]
-
-
-def _check_factors(A: Operand, B: Operand) -> None:
-    """Raise ValueError unless A and B are alike."""
-    check_factor(A)
-    device = stored(A)[0].device
-    check_operands(A=(A, tuple(A.shape), device), B=(B, tuple(A.shape), device))
-    if isinstance(A, Pair) != isinstance(B, Pair):
-        raise ValueError(f"A is a {type(A).__name__} and B a {type(B).__name__}; must be alike: split the other one.")

@@ -82,15 +82,9 @@ def turned(T: Tensor, S: Tensor, Q: Tensor, *, tile: Tile | None = None) -> tupl
 
     Returns:
         Both (B,r,r), contiguous, in the dtype of the sum.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    if T.ndim != 3 or 0 in T.shape[1:]:
-        raise ValueError(f"T has shape {tuple(T.shape)}; must be (B, r, r) with r >= 1.")
-    B, r = T.shape[0], T.shape[2]
-    for name, t in (("T", T), ("S", S), ("Q", Q)):
-        launch.check(name, t, (B, r, r), T.device, like="T")
+    B, _, r = launch.matrices("T", T)
+    launch.check(T.device, {name: (t, (B, r, r)) for name, t in (("T", T), ("S", S), ("Q", Q))})
     dtype = launch.arithmetic_dtype(T, S, Q)
     T, S, Q = (launch.multiplicable(t, dtype).contiguous() for t in (T, S, Q))
     both = torch.empty((2, B, r, r), dtype=dtype, device=T.device)

@@ -60,18 +60,11 @@ def usable(energy: Tensor, starts: Tensor, most: int, skipped: Tensor) -> tuple[
     Returns:
         (B,) bool, False for every matrix of a member of which the squared norm of one is not a finite float32; and
         likewise False besides where a matrix is zero, or too small to square.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    if energy.ndim != 2 or energy.shape[1] == 0 or not energy.is_contiguous():
-        raise ValueError(f"energy has shape {tuple(energy.shape)}; must be (B, k), k >= 1, and contiguous.")
-    if most < 1:
-        raise ValueError(f"Invalid most={most}: must be at least 1.")
     (B, parts), device, members = energy.shape, energy.device, len(skipped)
-    launch.check("energy", energy, (B, parts), device, (torch.float32, torch.float64))
-    launch.check("starts", starts, (members + 1,), device, (torch.int64,), like="energy")
-    launch.check("skipped", skipped, (members,), device, (torch.int64,), like="energy")
+    assert most >= 1
+    launch.check(device, {"energy": (energy, (B, parts))}, (torch.float32, torch.float64))
+    launch.check(device, {"starts": (starts, (members + 1,)), "skipped": (skipped, (members,))}, (torch.int64,))
     finite, nonzero = (torch.empty(B, dtype=torch.bool, device=device) for _ in range(2))
     rows = triton.next_power_of_2(most)
     if members:
@@ -79,7 +72,7 @@ def usable(energy: Tensor, starts: Tensor, most: int, skipped: Tensor) -> tuple[
             usable_kernel,
             (members,),
             device,
-            energy,
+            energy.contiguous(),
             starts,
             finite,
             nonzero,

@@ -166,24 +166,15 @@ def weigh(
     Returns:
         g c G + b M; T = alpha diag(used_rows) (g c A + b B) diag(used) Q^T, and parts (B,tiles,m) of its rows'
         squared norms in float64; A diag(columns); diag(rows) G; and diag(rows)^2 G: (B,m,r), contiguous.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    if G.ndim != 3 or 0 in G.shape[1:]:
-        raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, r) with m, r >= 1.")
-    batch, m, r = G.shape
+    batch, m, r = launch.matrices("G", G)
     Q_ = G.new_empty(()).expand(batch, r, r) if Q is None else Q  # of no elements: not read
-    shapes = ((batch, m, r),) * 4 + ((batch, m), (batch, r), (batch, r), (batch, r, r), (batch, m))
-    names = ("G", "M", "A", "B", "rows", "columns", "used", "Q", "used_rows")
+    shapes = ((batch, m, r),) * 4 + ((batch, m), (batch, r), (batch, r), (batch, r, r), (batch, m), (batch,))
+    names = ("G", "M", "A", "B", "rows", "columns", "used", "Q", "used_rows", "scale")
     tensors = (G, M, A, B, rows, columns, used, Q_, used_rows)
-    for name, t, shape in zip(names, tensors, shapes, strict=True):
-        launch.check(name, t, shape, G.device, like="G")
-    if scale is not None:
-        launch.check("scale", scale, (batch,), G.device, like="G")
+    launch.check(G.device, dict(zip(names, zip((*tensors, scale), shapes, strict=True), strict=True)))
     dtype = launch.arithmetic_dtype(*tensors, *(() if scale is None else (scale,)))
-    if pair and dtype != torch.float32:
-        raise ValueError("A sum in float64 was to be split; pairs hold float32.")
+    assert not pair or dtype == torch.float32
     tile = tile or choose_tile(r, dtype)
     tiles_r = triton.cdiv(r, tile.n)
     Z = torch.empty((batch, m, r), dtype=dtype, device=G.device)

@@ -270,12 +270,3 @@ def test_a_wrong_tensor_raises_with_its_name(case):
         for what, wrong in other.items():
             with pytest.raises(ValueError, match=rf"^{name} (has )?{what}"):
                 case.run(**(i | {name: wrong}))
-
-
-@pytest.mark.parametrize(
-    "case, change, message", [(c, *own) for c in EVERY for own in c.refused], ids=lambda x: getattr(x, "name", None)
-)
-def test_a_value_out_of_bounds_raises_with_the_bound(case, change, message):
-    change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
-    with pytest.raises(ValueError, match=message):
-        case.run(**(case.make(REFUSED) | change))

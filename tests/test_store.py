@@ -105,8 +105,7 @@ def test_nothing_to_store_starts_no_kernel(slots, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"to": torch.zeros(3, 5, 4).mT}, r"^slots\[1\].to has shape \(3, 4, 5\) and strides \(20, 1, 4\); must be"),
-        ({"to": torch.zeros(())}, r"^slots\[1\].to has shape \(\) and"),
+        ({"to": torch.zeros(3, 5, 4).mT}, r"^slots\[1\].to has strides \(20, 1, 4\); each"),
         ({"to": torch.zeros(2, 4, 5)}, r"^slots\[1\].to has shape \(2, 4, 5\); must be \(3, 4, 5\)"),
         ({"to": torch.zeros(3, 4, 5, dtype=torch.int64)}, r"^slots\[1\].to has dtype torch.int64"),
         ({"value": torch.zeros(3, 4, 6)}, r"^slots\[1\].value has shape \(3, 4, 6\); must be \(3, 4, 5\)"),
@@ -116,7 +115,7 @@ def test_nothing_to_store_starts_no_kernel(slots, monkeypatch):
             r"^slots\[1\].masks\[1\] has dtype torch.float32",
         ),
         ({"masks": (torch.ones(2, dtype=torch.bool),)}, r"^slots\[1\].masks\[0\] has shape \(2,\); must be \(3,\)"),
-        ({"value": torch.zeros(3, 4, 5, device="meta")}, r"^slots\[1\].value is on meta; must be on .* as slots\[0\]"),
+        ({"value": torch.zeros(3, 4, 5, device="meta")}, r"^slots\[1\].value is on meta; must be on"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(change, message):
