@@ -28,7 +28,6 @@ P* at(Address address) {
 template <class T>
 void bind(pybind11::module_& m) {
     m.attr("block") = prokl::block_columns<T>();
-    m.def("shared_memory", prokl::shared_memory<T>);
     m.def("factor", [](int batch, int k, Parts N, int kind, Tensor C, Tensor F, bool invert, Tensor shifted,
                        Address scale, Address diagonal, Address before, Address status, Address stream) {
         prokl::factor<T>(batch, k, sums(N), static_cast<prokl::Kind>(kind),

@@ -54,21 +54,9 @@ int block_columns() {
     return BLOCK<T>;
 }
 
-template <class T>
-std::vector<std::pair<std::string, size_t>> shared_memory() {
-    return {
-        {"factor_kernel", FACTOR_SHARED<T>},    {"corner_kernel", FACTOR_SHARED<T>},
-        {"apply_kernel", PRODUCT_SHARED<T>},    {"outer_kernel", PRODUCT_SHARED<T>},
-        {"inverse_kernel", PRODUCT_SHARED<T>},  {"load_kernel", 0},
-        {"deviation_kernel", sizeof(T) * WARPS},
-        {"finish_kernel<true>", STAGED_SHARED<T>},    {"finish_kernel<false>", finish_shared<T>(4096, 4096, false)},
-    };
-}
-
 #define PROKL_INSTANTIATE(T)                                                                                    \
     template void factor<T>(int, int, Sums, Kind, Factors, const int*, void*);                                  \
     template void finish<T>(Size, Matrices, Sums, Matrices, Matrices, bool, void*, const int*, int*, void*);    \
-    template int block_columns<T>();                                                                            \
-    template std::vector<std::pair<std::string, size_t>> shared_memory<T>();
+    template int block_columns<T>();
 
 }  // namespace prokl

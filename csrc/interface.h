@@ -2,9 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string>
-#include <utility>
-#include <vector>
 
 namespace prokl {
 
@@ -56,10 +53,6 @@ void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_ro
 // Columns that one block of threads factors.
 template <class T>
 int block_columns();
-
-// Bytes of shared memory that each kernel's launches ask for at most, columns up to 4096.
-template <class T>
-std::vector<std::pair<std::string, size_t>> shared_memory();
 
 // CUDA's version that was built with and the newest that the driver knows, as 1000 major + 10 minor; 0 without a driver.
 int built_with();
