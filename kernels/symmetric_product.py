@@ -383,8 +383,7 @@ def symmetric_product(
     Returns:
         D (batch,m,m), contiguous.
     """
-    out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
-    return _compute(A, A, C, alpha, beta, out_dtype, tile)[0]
+    return symmetric_polynomial(A, A, C=C, alpha=alpha, beta=beta, out_dtype=out_dtype, tile=tile)
 
 
 def symmetric_products(
@@ -416,23 +415,13 @@ def symmetric_polynomial(
 ) -> Tensor:
     """Compute D = alpha A B^T + beta C where that is symmetric, as of polynomials of one matrix; D equals D^T exactly.
 
-    Half of it is computed. Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
-
-    Args:
-        A: (batch,m,k).
-        B: (batch,m,k), a pair where A is.
-        C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
-        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
-        beta: likewise, scale of C.
-        out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
-        tile: block sizes, square, by default from the sizes and the dtypes.
-
-    Returns:
-        D (batch,m,m), contiguous.
+    Half of it is computed. B is (batch,m,k), a pair where A is; all else is as of :func:`symmetric_product`.
     """
     if isinstance(A, Pair) or isinstance(B, Pair):
-        return _compute(A, B, C, alpha, beta, out_dtype or torch.float32, tile)[0]
-    return _compute(A, B, C, alpha, beta, out_dtype or torch.promote_types(A.dtype, B.dtype), tile)[0]
+        out_dtype = out_dtype or torch.float32
+    else:
+        out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
+    return _compute(A, B, C, alpha, beta, out_dtype, tile)[0]
 
 
 def shifted_polynomial(

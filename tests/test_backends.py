@@ -90,6 +90,6 @@ def test_an_unknown_backend_is_named_with_the_choices(backend):
 
 
 def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
-    monkeypatch.setattr(selection, "_interpreted", lambda: False)
+    monkeypatch.setattr("prokl.kernels.launch.INTERPRETED", False)
     with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
         select("triton", CPU)

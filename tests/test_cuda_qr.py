@@ -151,7 +151,7 @@ A = torch.zeros(2, 6, 3)
     "call, error, words",
     [
         (lambda: cuda_qr.qr(A.half()), TypeError, r"A\.dtype=torch\.float16: must be one of .*float32.*A\.float"),
-        (lambda: cuda_qr.qr(A[0]), ValueError, r"A\.shape=\(6, 3\): must have 3 dimensions"),
+        (lambda: cuda_qr.qr(A[0]), ValueError, r"A\.shape=\(6, 3\): must be \(B,n,k\) with"),
         (
             lambda: cuda_qr.qr(A.mT.contiguous()),
             ValueError,

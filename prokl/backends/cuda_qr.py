@@ -118,7 +118,7 @@ def _factorised(ops: Algebra, A: Tensor, kept: Tensor | None) -> Factorisation:
     """Return Q of the QR of any A; of one that is not finite ``kept``, or NaN."""
     if A.shape[1] * A.shape[2] <= SMALL:
         Q = torch.empty_like(A, memory_format=torch.contiguous_format)
-        return Factorisation(Q, _finished(A, Q, None, kept, None))
+        return Factorisation(Q, torch.ops.prokl.finish(A, Q, None, kept, None))
     # By powers of two, so that no square over- or underflows and no digit is lost.
     size = torch.linalg.vector_norm(A, ord=torch.inf, dim=-2, keepdim=True).clamp_min_(torch.finfo(A.dtype).tiny)
     W = A / (size / (2 * torch.frexp(size).mantissa))
@@ -146,15 +146,7 @@ def _orthonormalised(
         F, status = torch.ops.prokl.factor(_gram(ops, factor), Kind.PASS if i == 0 else Kind.SETTLE, status)
         factor = (ops.product_as_factor if large and i + 1 < passes else ops.product)(factor, F)
     N = _gram(ops, ops.operand(factor) if large else factor)
-    return Factorisation(factor, _finished(A, factor, N, kept, status, of_root))
-
-
-def _finished(
-    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, status: Tensor | None, of_root: bool = False
-) -> Tensor:
-    kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
-    done: Tensor = torch.ops.prokl.finish(A, Q, N, kept, status, of_root)
-    return done
+    return Factorisation(factor, torch.ops.prokl.finish(A, factor, N, kept, status, of_root))
 
 
 def _gram(ops: Algebra, W: Factor) -> Tensor:
@@ -179,30 +171,9 @@ def _products(device: torch.device) -> Algebra:
     return ops
 
 
-def _checked(A: Tensor) -> tuple[int, int, int]:
-    """Return (B, n, k) of a public argument, or raise what is wrong with it."""
-    if A.dim() != 3:
-        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must have 3 dimensions, (B,n,k).")
-    B, n, k = A.shape
-    if k < 1 or n < k:
-        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must be (B,n,k) with n >= k >= 1.")
-    if B > LIMIT:
-        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must hold at most {LIMIT} matrices. Split the batch.")
-    if A.dtype not in DTYPES:
-        raise TypeError(f"Invalid A.dtype={A.dtype}: must be one of {tuple(DTYPES)}. Convert with A.float().")
-    if A.numel() > 0 and k > 1 and A.stride(-1) != 1:
-        raise ValueError(f"Invalid A.stride()={A.stride()}: must end in 1. Pass A.contiguous().")
-    return B, n, k
-
-
-def _module(like: Tensor) -> ModuleType:
-    """Return the extension's functions for a tensor's device and dtype."""
-    return _functions(extension.load()[0], like.device, like.dtype)
-
-
 @lru_cache(maxsize=64)
 def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Check once that the extension runs there: driver and device stay what they are."""
+    """Return the extension's functions; check once that it runs there: driver and device stay what they are."""
     reason = extension.unsupported_reason(device)
     if reason is not None:
         raise ValueError(f"Invalid device={device}: {reason}. prokl.algorithm.qr has the same methods in PyTorch.")
@@ -234,7 +205,7 @@ def _launch(function: str, like: Tensor, *arguments: Any) -> None:
 
     The allocator orders the next use of what is freed here after this one: both are on the current stream.
     """
-    call = getattr(_module(like), function)
+    call = getattr(_functions(extension.load()[0], like.device, like.dtype), function)
     if like.shape[0] == 0:
         return
     if like.shape[0] > LIMIT:
@@ -317,6 +288,7 @@ def _finish(
     """
     B, _, k = A.shape
     done = _new(A, B, dtype=torch.int32)
+    kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
     deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
     matrices = (_where(A), _sum(N), _where(kept), _where(Q), of_root)
     _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(status), done.data_ptr())
@@ -332,8 +304,15 @@ def _(
 
 @torch.library.custom_op("prokl::qr", mutates_args=())
 def _qr(A: Tensor) -> tuple[Tensor, Tensor]:
-    _checked(A)
-    _module(A)
+    if A.dim() != 3 or not A.shape[1] >= A.shape[2] >= 1 or len(A) > LIMIT:
+        raise ValueError(
+            f"Invalid A.shape={tuple(A.shape)}: must be (B,n,k) with n >= k >= 1, at most {LIMIT} matrices."
+        )
+    if A.dtype not in DTYPES:
+        raise TypeError(f"Invalid A.dtype={A.dtype}: must be one of {tuple(DTYPES)}. Convert with A.float().")
+    if A.numel() > 0 and A.shape[2] > 1 and A.stride(-1) != 1:
+        raise ValueError(f"Invalid A.stride()={A.stride()}: must end in 1. Pass A.contiguous().")
+    _functions(extension.load()[0], A.device, A.dtype)
     return _factorised(_products(A.device), A, None)
 
 

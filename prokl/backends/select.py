@@ -60,13 +60,6 @@ def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, grap
     return Backend("triton", ops, io, host_readable, graphs, use_cuda_qr or not MAGMA)
 
 
-def _interpreted() -> bool:
-    """Return True if the kernels, once defined, run in Triton's interpreter."""
-    from prokl.kernels.launch import INTERPRETED
-
-    return INTERPRETED
-
-
 @dataclass(frozen=True)
 class Choice:
     """The backend that runs, and why; errors, warnings and reports about it take their words from here."""
@@ -104,11 +97,14 @@ def choose(backend: str | None, device: torch.device) -> Choice:
         obstacle = _no_kernels(device)
         if backend == "triton" and obstacle is not None:
             raise ValueError(f'Invalid backend={backend!r}: {obstacle}. Use backend="torch", or None to choose.')
-        if backend == "triton" and device.type == "cpu" and not _interpreted():
-            raise ValueError(
-                f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
-                "Python starts."
-            )
+        if backend == "triton" and device.type == "cpu":
+            from prokl.kernels.launch import INTERPRETED
+
+            if not INTERPRETED:
+                raise ValueError(
+                    f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it "
+                    "before Python starts."
+                )
         if backend is None and device.type == "cpu":
             kernels = "are for CUDA devices" if obstacle is not None else "would be interpreted by backend='triton'"
             name, why = "torch", f"a CPU takes the PyTorch form; the kernels {kernels}"

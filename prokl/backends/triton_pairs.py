@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.types import Scale
+from prokl.backends import torch_pairs
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.kernels.product import split_product
 from prokl.kernels.split import split, split_two
-from prokl.pair import RESIDUAL, Operand, Pair
+from prokl.pair import Operand, Pair
 
 
 def _paired(t: Operand) -> Operand:
@@ -20,7 +21,7 @@ def _paired(t: Operand) -> Operand:
     return t if isinstance(t, Pair) or t.dtype == torch.bfloat16 else split(t.float())
 
 
-class PairedAlgebra(TritonAlgebra):
+class PairedAlgebra(TritonAlgebra, torch_pairs.PairedAlgebra):
     """Launches whose products take pairs too: beside one the other factor is split, unless it is bfloat16."""
 
     pairs = True
@@ -29,10 +30,6 @@ class PairedAlgebra(TritonAlgebra):
     def operand(self, t: Tensor) -> Pair:
         """Split a large factor."""
         return split(t)
-
-    def rounded(self, factor: Pair) -> Tensor:
-        """Return a factor in bfloat16: Newton-Schulz beside it errs by more than that rounding."""
-        return factor.hi
 
     def product(
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
@@ -45,7 +42,3 @@ class PairedAlgebra(TritonAlgebra):
     def product_as_factor(self, left: Operand, right: Operand) -> Pair:
         """Return left right, split as it is stored."""
         return split_product(_paired(left), _paired(right))
-
-    def rounding(self, dtype: torch.dtype) -> float:
-        """Return what the roundings of pairs may leave of a gradient beside the subspace."""
-        return RESIDUAL
