@@ -100,7 +100,7 @@ class Algebra:
         return self.operand(x), self.operand(y)
 
     def rounded(self, factor: Factor) -> Tensor:
-        """Return a factor as the low-rank part of an orthogonalised direction takes it."""
+        """Return a factor as the direction takes it beside Newton-Schulz: in bfloat16 where products are balanced."""
         t: Tensor = factor
         return t
 
@@ -222,19 +222,20 @@ class Algebra:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
 
         Returns:
-            G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; T = alpha diag(a_L) G^par S^-1/2, which
-            :meth:`bounded_product` takes, by G^par Q_S diag(a_S) Q_S^T, where the variant has one; A diag(c_S) as
-            products take it; Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
+            Five matrices (B,m,r), the first, third and last as products take them:
+            G^par = G^ U = (a + b g) c G~ + b mu M~.
+            D_sub = alpha diag(a_L) G^par S^-1/2, for :meth:`bounded_product`; None where the variant has no such part.
+            A diag(c_S). Z = diag(c_L) G~. Y = diag(c_L) Z.
         """
-        (g, a, b), c, c_L, T = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None], None
+        (g, a, b), c, c_L, D_sub = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None], None
         of_G = per_matrix(a + b * g if c is None else (a + b * g) * c)
         G_par = torch.add(of.G * of_G, of.M, alpha=b * h.momentum)
         if h.variant in SUBSPACE_VARIANTS:
             G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
-            T = self.product(G_par_white, Q_S.mT, alpha=alpha).mul_(admitted.used.L[:, :, None])
+            D_sub = self.product(G_par_white, Q_S.mT, alpha=alpha).mul_(admitted.used.L[:, :, None])
         Z = of.G * c_L
         A_white = self.operand(of.A * admitted.c_S[:, None, :])
-        return self.operand(G_par), T, A_white, Z, self.operand(Z * c_L)
+        return self.operand(G_par), D_sub, A_white, Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
@@ -248,10 +249,10 @@ class Algebra:
             active: (B,) bool, the matrices that step; None: all.
 
         Returns:
-            M; X; and a factor (B,) beside X, 1 / ||X||, None for 1, or for :meth:`normalised_gram` what it follows from
-            there. Newton-Schulz takes X in its own dtype. X is None
-            where the complement takes no part in the direction. The factor, or X, is 0 where the residual may be
-            rounding alone or X vanishes: Newton-Schulz would inflate it to a full step.
+            M; X, in the dtype that Newton-Schulz takes, None where the complement takes no part in the direction; and
+            1 / ||X|| (B,), which is still to be applied, or None where X has it. A backend may return what its own
+            :meth:`normalised_gram` computes it from. It is 0, or X is, where the residual may be rounding alone or X
+            vanishes: Newton-Schulz would inflate it to a full step.
         """
         (g, a, b), stored, dtype, c = h.gradient_weights, M.dtype, G.dtype, admitted.scale
         if c is not None:

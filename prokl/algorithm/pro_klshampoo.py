@@ -30,37 +30,42 @@ def step(
     U_, Q = ops.operands(U, Q_L)  # as ops.product takes them
 
     # G' = Q_L^T G, G~' = G' U, G_perp' = G' - G~' U^T; then c, and the EMAs of lambda_L, lambda_S and mu_perp of (3).
+    # The direction takes the inverse roots before them, admitted.used; (3) and (4) take the new ones.
     G = ops.product(Q.mT, G)
     projected = ops.projections(G, M, U_, Q_S)
     G_perp, e_res = ops.residual(G, projected.factor, U_)
     admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
-    size, weight = h.direction_scale, h.direction_scale * h.alpha_kl
-    G_par, T, A_white, Z, Y = ops.weighed(projected, admitted, h, Q_S, weight)
+    alpha_sub = h.direction_scale * h.alpha_kl
+    G_par, D_sub, A_white, Z, Y = ops.weighed(projected, admitted, h, Q_S, alpha_sub)
 
     second = ops.second_stream(G)  # of (3) and (4), which read nothing that (1) and (2) write
 
-    # (1) M <- mu M + g c G; G^ = a c G + b M; X = a_L G^_perp, where G^_perp = G^ - G^_par U^T.
+    # (1) M <- mu M + g c G; G^ = a c G + b M; X = a_L G^perp, where G^perp = G^ - G^par U^T.
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
-    # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = alpha_kl L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
+    # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T times alpha_kl, turned back by Q_L.
     used, bounded = admitted.used, admitted.bounded
-    usual = evidence.MOMENTUM_CLIP_FACTOR * h.gain
+    largest_rms = evidence.MOMENTUM_CLIP_FACTOR * h.gain  # of the whitened momentum
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
-        c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)  # 0.2 sqrt(n)
-        R, inverse, scale = ops.normalised_gram(X, scale, c_a)
+        res_scale = aspect_scale  # c_a; match_rms_adamw has 0.2 sqrt(n) in its place
+        if h.adjust_lr_fn != "original":
+            res_scale = torch.full_like(aspect_scale, h.direction_scale)
+        R, inverse, scale = ops.normalised_gram(X, scale, res_scale)
         X = newton_schulz(X, inverse, h.polynomials, ops, turn=turn, R=R)
     elif X is not None and scale is not None:
-        # Smok-Hop: Delta_res = mu_perp^-1/2 X, its norm at most usual sqrt(m (n - r)); scale is 1 / ||X||, or 0.
-        most = usual * (m * (n - r)) ** 0.5 * scale / used.mu
-        limit = (scale > 0).to(most.dtype) if bounded is None else most.clamp(max=1.0)
-        bounded = None if bounded is None else bounded | ((most > 0) & (most < 1))
-        X, scale = ops.product(Q, X), size * used.mu * limit
+        # Smok-Hop: Delta_res = mu_perp^-1/2 X, brought down to largest_rms sqrt(m (n - r)); scale is 1 / ||X||, or 0.
+        ratio = largest_rms * (m * (n - r)) ** 0.5 * scale / used.mu
+        factor = (scale > 0).to(ratio.dtype) if bounded is None else ratio.clamp(max=1.0)
+        bounded = None if bounded is None else bounded | ((ratio > 0) & (ratio < 1))
+        X, scale = ops.product(Q, X), h.direction_scale * used.mu * factor
     if h.variant in SUBSPACE_VARIANTS:
         right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
-        largest = usual * weight * (m * r) ** 0.5
-        left, clipped = ops.bounded_product(Q, T, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype)
+        largest = largest_rms * alpha_sub * (m * r) ** 0.5
+        left, clipped = ops.bounded_product(
+            Q, D_sub, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype
+        )
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
 
@@ -70,8 +75,8 @@ def step(
         L = ops.symmetric_products(G_perp, A_white, C=state["L_Q"], **weights)
         S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=one_minus_beta2 / m, ahead=h.beta2)
 
-        # (4) U_+ = qr(V), V = beta2 U S + (1 - beta2)/m G^T L^-1 G U with the new S and a_L, that is
-        # U K + (1 - beta2)/m G_perp^T Y, K = U^T V. S and Q_S turn along.
+        # (4) U_+ = qr(V), V = beta2 U S_+ + (1 - beta2)/m G^T L^-1 G U = U K + (1 - beta2)/m G_perp^T Y, Y = c_L^2 G~':
+        # K = U^T V = beta2 S_+ + (1 - beta2)/m Z^T Z, and S_+ = beta2 S + (1 - beta2)/m Z^T Z. S and Q_S turn along.
         U_new = ops.track(G_perp, Y, K, U, one_minus_beta2 / m)
         S, Q_S = ops.turned(ops.product(U.mT, U_new), S, Q_S)
 

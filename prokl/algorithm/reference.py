@@ -133,7 +133,7 @@ def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
 def momentum_and_projection(
     G: Tensor, state: State, h: ProHyper, stored: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do (1): M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
+    """Do (1): M <- mu M + g G, G^ = a G + b M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
     g, a, b = h.gradient_weights
     M = h.momentum * state["M"] + g * G
     G_hat = a * G + b * M
@@ -197,7 +197,7 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
     s_S = eigenvalue_ema(state["inv_sqrt_lambda_S"], rdiag, h.beta2, ceiling(n) * factor)
     a_L, a_S = damped(s_L, state, h.eps), damped(s_S, state, h.eps)
     tail = (e_res * a_L**2).sum() / (m * (n - r))
-    s_mu = eigenvalue_ema(state["inv_sqrt_mu"], tail, h.beta2, ceiling(n) * factor)
+    s_mu = eigenvalue_ema(state["inv_sqrt_mu"], tail, h.beta2, ceiling(n) * factor)  # mu_perp
     a_mu = damped(s_mu, state, h.eps)
 
     X = Gt @ Q_S @ a_S.diag()
@@ -226,7 +226,7 @@ def step(
 ) -> tuple[Tensor, State]:
     """Do (1) to (4) of Algorithm 2 after the initialising step, on c G for G, for one oriented weight.
 
-    Without ``clip_threshold`` c is 1: the algorithm as printed. Where the step is divisible by tau,
+    Without ``clip_threshold`` c is 1: the algorithm as printed, but for what docs/algorithm.md names. Where the step is divisible by tau,
     :func:`refresh_eigenbases` follows.
 
     Args:

@@ -1,4 +1,4 @@
-"""Hyper-parameters of a step, read anew from a parameter group at every step, and the bounds of each.
+"""Hyper-parameters of a step, read from a parameter group when its bucket is laid out, and the bounds of each.
 
 Every message names the argument, the value, the bound and the remedy.
 """
@@ -81,7 +81,10 @@ def cpu_has_bfloat16() -> bool:
 
 @dataclass(frozen=True)
 class Hyper:
-    """Settings of a step, ``W <- (1 - lr * weight_decay) W - lr * direction``, and what follows from them alone."""
+    """Settings of a step, ``W <- (1 - lr * weight_decay) W - lr * direction``, and what follows.
+
+    A bucket has lr and weight decay 0 here: they may change in every step, and go to what writes the weights.
+    """
 
     lr: float | Tensor
     weight_decay: float

@@ -18,7 +18,7 @@ Factor = Any
 
 
 class Roots(NamedTuple):
-    """Inverse square roots of the eigenvalues of a projected state."""
+    """Inverse square roots of the eigenvalues that Pro-KLShampoo keeps."""
 
     L: Tensor
     """Those of lambda_L (B,m)."""

@@ -133,7 +133,7 @@ def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tens
         owner: (B,) int64, the member of each matrix; None where each member is one matrix.
         skipped: (members,) int64; goes up by one where a member's gradient is not finite.
     """
-    finite = good = sq_norm <= torch.finfo(torch.float32).max  # NaN is not
+    finite = good = in_float32(sq_norm)
     if owner is not None:
         good = torch.zeros_like(skipped).index_add_(0, owner, (~finite).long()) == 0
         finite = good[owner]

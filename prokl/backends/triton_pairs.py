@@ -17,7 +17,7 @@ from prokl.pair import Operand, Pair
 
 
 def _paired(t: Operand) -> Operand:
-    """Return what is beside a pair, or both factors."""
+    """Return an operand split into a pair, unless it is one, or is bfloat16."""
     return t if isinstance(t, Pair) or t.dtype == torch.bfloat16 else split(t.float())
 
 

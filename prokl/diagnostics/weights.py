@@ -126,7 +126,7 @@ def _batch(
 
 
 def matrix_name(member: Member, name: str, b: int) -> str:
-    """Return the name of matrix ``b`` of a piece of this name."""
+    """Return ``name[b]`` for a matrix of a stack, else the name."""
     return f"{name}[{b}]" if member.p.ndim == 3 else name
 
 

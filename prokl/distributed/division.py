@@ -201,7 +201,7 @@ class Division:
         return messages
 
     def _follow(self, outer: Engine) -> None:
-        """Check and follow groups, weights and state that are not what they were at the last step."""
+        """Check what has changed in groups, weights or state since the last step, and update the stand-ins."""
         for index in range(len(outer.groups)):
             outer.check_group(index)
         self.update(outer)

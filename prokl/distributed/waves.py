@@ -120,7 +120,7 @@ class Shards:
         self._start(self.lent, sent, [2 * size for size in self._lent_bytes], [2 * size for size in self._owned_bytes])
 
     def wait_gather(self) -> None:
-        """Put what has come, and what was here, where it is stepped."""
+        """Wait for what is sent; copy it, and what lies here, into the stand-ins."""
         come: list[tuple[Transfer, Tensor, Tensor | None]] = [(t, t.here(), t.gradient()) for t in self.staying]
         parts = self._come(self.owned, copies=2)
         for transfer, weight, gradient in [*come, *zip(self.owned, parts[::2], parts[1::2], strict=True)]:

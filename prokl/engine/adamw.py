@@ -86,7 +86,7 @@ class AdamWGroups:
                 p.grad = g
 
     def look(self, devices: dict[torch.device, list[Tensor]]) -> dict[Tensor, Tensor]:
-        """Return by weight what tells PyTorch's fused kernels to leave it: float32 (), 1 for a gradient not finite.
+        """Return by weight ``found_inf`` of PyTorch's fused kernels, float32 (), 1 for no finite gradient; count it.
 
         Nothing is read, so nothing waits. Weights of a device share it, unless they are ``apart``.
         """

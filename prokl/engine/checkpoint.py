@@ -117,7 +117,7 @@ def prepare(
 
 
 def check_form(state_dict: Any) -> None:
-    """Raise an error for what is no optimizer's state dict, but a file of one, or a dict that holds one."""
+    """Raise TypeError or ValueError unless this is an optimizer's state dict; the message says how to get one."""
     keys = [*state_dict] if isinstance(state_dict, Mapping) else []
     if not {"state", "param_groups"} <= {*keys}:
         has = f"a dict of {', '.join(map(repr, keys[:3])) or 'nothing'}" if keys or state_dict == {} else None
@@ -209,7 +209,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
     """Check the state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:
-        state: see above. method: whose state it is. optimizer: name for an error.
+        state: the dict that ``__setstate__`` gets. method: whose state it is. optimizer: name for an error.
         check_values: whether to read the state; what is copied goes on as it is.
 
     Returns:

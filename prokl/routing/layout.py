@@ -220,7 +220,7 @@ def _number(pattern: str, value: int) -> int:
 
 
 def _pieces(pattern: str, value: int | Sequence[int]) -> Split:
-    """Return a division as told by hand, 1 as None."""
+    """Return the split that a pattern gives, None for 1; ValueError for what is none."""
     split = plain(value)
     sizes = (split,) if isinstance(split, int) else split if isinstance(split, tuple) else ()
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
