@@ -22,8 +22,8 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 * lambda_0, the unit of an "auto" start's ceilings and damping, falls to UNITS times what gradients are, so that the
   ceilings of a start out of proportion do not keep the eigenvalues from coming down.
 
-All that Pro-KLShampoo needs follows from two sums of squares of A = G~' Q_S, with G~' = Q_L^T G U, and from the energies
-of rows beside the subspace: sums over rows, ell_i = sum_j A_ij^2 a_S,j^2, and means over columns, rho_j = sum_i a_L,i^2
+All that Pro-KLShampoo needs follows from two sums of squares of A = G~' Q_S, G~' = Q_L^T G U, and from the energies of
+rows beside the subspace: sums over rows, ell_i = sum_j A_ij^2 a_S,j^2, and means over columns, rho_j = sum_i a_L,i^2
 A_ij^2 / m. The whitened sizes are a_L^2 ell and a_S^2 rho; the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of
 float32 may leave its range, so that they are in float64; beside the matrix products that costs little.
 
