@@ -183,8 +183,8 @@ def momentum(
     given = {"G": (G, (B, m, n)), "M": (M, (B, m, n)), "U": (U, (B, n, r)), "G_par": (G_par, (B, m, r))}
     launch.check(G.device, given | {"rows": (rows, (B, m)), "scale": (scale, (B,))})
     launch.check(G.device, {"active": (active, (B,))}, (torch.bool,))
-    # Two programs would write one element of an expanded M.
-    assert not any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)), M.stride()
+    if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
+        raise ValueError(f"M has strides {M.stride()}; two programs would write one element of it.")
     hat = G_par is not None
     assert not hat or isinstance(G_par, Pair) == paired
     dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M, rows)

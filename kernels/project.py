@@ -160,6 +160,8 @@ def project(
     U_hi, U_lo, paired = stored(U)
     launch.check(G.device, {"G": (G, (B, m, n)), "M": (M, (B, m, n)), "U": (U, (B, n, r))})
     dtype = launch.arithmetic_dtype(G, M, U_hi)
+    if paired and dtype != torch.float32:
+        raise ValueError(f"U is a pair beside {G.dtype} and {M.dtype}; must be beside float32 or less.")
     G, M, U_hi = (launch.multiplicable(t, dtype) for t in (G, M, U_hi))
     projected = torch.empty((B, 2, m, r), dtype=dtype, device=G.device)
     GU: Operand = empty_pair((B, m, r), G.device) if paired else projected[:, 0]

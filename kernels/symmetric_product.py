@@ -288,7 +288,9 @@ def _compute(
     given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, m, k)), "C": (C, (batch, m, m))}
     given["E"] = E, (batch, m, E_hi.shape[-1])
     launch.check(A_hi.device, given | scales(batch, alpha=alpha, beta=beta))
-    assert isinstance(A, Pair) == isinstance(B, Pair) and (E is None or E_hi.dtype == A_hi.dtype)
+    if isinstance(A, Pair) != isinstance(B, Pair):
+        raise ValueError("A and B must both be pairs, or neither.")
+    assert E is None or E_hi.dtype == A_hi.dtype
     if not isinstance(beta, Tensor) and beta == 0 and ahead == 0:
         C = None
     D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)

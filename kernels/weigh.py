@@ -175,6 +175,7 @@ def weigh(
     launch.check(G.device, dict(zip(names, zip((*tensors, scale), shapes, strict=True), strict=True)))
     dtype = launch.arithmetic_dtype(*tensors, *(() if scale is None else (scale,)))
     assert not pair or dtype == torch.float32
+    converted = [launch.multiplicable(t, dtype) for t in tensors]  # which may lie otherwise then
     tile = tile or choose_tile(r, dtype)
     tiles_r = triton.cdiv(r, tile.n)
     Z = torch.empty((batch, m, r), dtype=dtype, device=G.device)
@@ -187,10 +188,9 @@ def weigh(
             weigh_kernel,
             (batch * triton.cdiv(m, tile.m) * tiles_r,),
             G.device,
-            *(launch.multiplicable(t, dtype) for t in tensors[:7]),
+            *converted[:7],
             G if scale is None else scale,  # G: not read as such
-            launch.multiplicable(Q_, dtype),
-            used_rows,
+            *converted[7:],
             *(stored(t)[0] for t in (G_par, T)),
             energy,
             stored(onto)[0],
@@ -200,7 +200,7 @@ def weigh(
             r,
             *(float(w) for w in weights),
             float(alpha),
-            *(stride for t in tensors for stride in t.stride()),
+            *(stride for t in converted for stride in t.stride()),
             0 if scale is None else scale.stride(0),
             stored(Y)[1],
             HAS_SCALE=scale is not None,

@@ -199,7 +199,7 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: it is "meta", which holds no values. Nothing has moved then.
-            RuntimeError: this machine does not have the device. Nothing has moved then.
+            AssertionError, RuntimeError, TypeError: torch's, for no device, or one that this machine lacks. Likewise.
         """
         home = torch.empty(0, device=device).device  # torch raises where this machine does not have it
         if home.type == "meta":

@@ -255,7 +255,7 @@ def test_a_model_of_another_width_is_refused_in_two_sentences(cls):
     says = (
         r"^The loaded state of first \(weight \(8, 6\)\) has M_Q of shape \(6, 12\) "
         rf"where {cls.__name__} needs \(6, 8\)"
-        r"\. Load a state dict of the same optimizer, model, rank, init_eigenvalue and split: heads=False .*whole\.$"
+        r"\. Load a state dict of the same optimizer, model, rank, init_eigenvalue and split\.$"
     )
     with refused(optimizer, says):
         optimizer.load_state_dict(narrow(12).state_dict())

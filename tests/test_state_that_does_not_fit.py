@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, both
-from tests.training import differences, fine_and_odd, give, refused, train, weights_of
+from tests.inputs import KL, PRO, both, weight
+from tests.training import differences, fine_and_odd, give, named, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
 """Classes with options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
@@ -155,7 +155,7 @@ BY_HAND = {
     "a clock below 0": (entry(2, step=lambda t: torch.tensor(-1.0)), "bias has step=tensor.-1"),
     "a clock of integers": (entry(2, step=lambda t: t.long()), "bias has step=.*float32"),
     "a clock in bfloat16": (entry(2, step=lambda t: t.bfloat16()), "bias has step=.*float32"),
-    "a clock as a number": (entry(2, step=lambda t: t.item()), "bias has no tensor step"),
+    "a clock as a number": (entry(2, step=lambda t: t.item()), r"bias has step=\d.*must be one float32"),
     "a clock without a value": (entry(2, step=lambda t: t.to("meta")), "bias has step=.*meta"),
     "of a matrix": (
         entry(3, M_Q=lambda _: torch.zeros(5, 4), exp_avg=torch.clone),
@@ -280,7 +280,7 @@ def made_anew(cls=PRO, odd=(6, 10)):
     return lambda state, groups: fine_and_odd(cls, odd, **METHODS[cls]).state_dict()
 
 
-BAD_CLOCKS = (2, "2", None, *map(torch.tensor, (True, -1.0, math.nan, math.inf)))
+BAD_CLOCKS = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5, math.nan, math.inf)))
 # The class that loads, the change, and the error; "fine" where the first weight is wrong already.
 WRONG = {
     "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
@@ -336,3 +336,54 @@ def test_a_clock_of_a_stack_that_is_none_is_refused():
         state["state"][1]["step"] = clock
         with refused(optimizer, r"(?s)^The loaded state of odd .*has step=.*; must be 2 integers of at least -1"):
             optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3)], ids=repr)
+def test_a_loaded_count_of_adamws_steps_may_be_any_number(count):
+    optimizer = fine_and_odd(PRO)
+    state, twin = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer)
+    for entry in state["state"].values():
+        if "exp_avg" in entry:
+            assert entry["step"] == 3
+            entry["step"] = count
+    optimizer.load_state_dict(state)
+    assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
+
+
+def test_state_in_units_that_its_group_has_not_is_refused():
+    optimizer = fine_and_odd(PRO)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["init_eigenvalue"] = 1.0
+    with refused(optimizer, "has lambda_0, in whose units init_eigenvalue='auto'"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_wrappers_keys_stay_in_a_state_that_has_not_begun():
+    optimizer = PRO(named((4, 6)))
+    (p,) = weights_of(optimizer)
+    optimizer.state[p]["momentum_buffer"] = "a wrapper's"
+    train(optimizer, range(2))
+    assert optimizer.state[p]["momentum_buffer"] == "a wrapper's" and optimizer.state[p]["step"] == 1
+
+
+def test_a_tensor_in_the_place_of_a_list_of_parameters_is_refused():
+    optimizer = fine_and_odd(PRO)
+    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][0]
+    with pytest.raises(ValueError, match="Invalid params of group 1, a Parameter: must be a list of tensors"):
+        optimizer.step()
+
+
+def test_a_state_that_is_none_is_refused_by_name():
+    optimizer = fine_and_odd(PRO)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = None
+    with pytest.raises(ValueError, match="Invalid state of fine: must be a dict"):
+        optimizer.step()
+
+
+def test_an_expanded_parameter_of_another_class_is_refused_before_a_step():
+    class Own(torch.nn.Parameter):
+        pass
+
+    table = Own(torch.ones(1).expand(5))
+    with pytest.raises(ValueError, match="several elements in one place of memory"):
+        PRO([{"params": [weight(4, 6)]}, {"params": [table], "algorithm": "adamw", "lr": 0.1}])

@@ -149,6 +149,16 @@ def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
                 entry[key] = value.to(home)
 
 
+def count_in_tensor(step: Any, weight: Weight) -> Any:
+    """Return a loaded count of steps as PyTorch keeps it where it is a number or an integer tensor, else as it is."""
+    if isinstance(step, Tensor) and (step.is_floating_point() or step.numel() != 1 or step.device.type == "meta"):
+        return step
+    count = step.item() if isinstance(step, Tensor) else step
+    if type(count) not in (int, float) or not 0 <= count < math.inf or count % 1:
+        return step
+    return torch.tensor(float(count), dtype=torch.float32, device=_device_of_steps(weight.p, weight.group))
+
+
 def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str | None:
     """Return the first thing of AdamW's state that is not as the weight and its group need it; None where all is.
 
@@ -170,19 +180,31 @@ def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str |
         if value.shape != p.shape:
             return f"{name} has {key} of shape {tuple(value.shape)}; must be the weight's, {tuple(p.shape)}"
         if live and (value.dtype, value.device) != (p.dtype, p.device):
+            remedy = "Convert the state by optimizer.load_state_dict(optimizer.state_dict())"
+            if p.dtype == torch.float16:  # in which the converted state's eps is 0, and weights become NaN
+                remedy = "Train bfloat16 or float32 weights"
             return (
                 f"{name} has {key} of {value.dtype} on {value.device}, and the weight is {p.dtype} on {p.device}. "
-                "Convert it by optimizer.load_state_dict(optimizer.state_dict())"
+                + remedy
             )
         if type(p) in PLAIN and (reason := why_not_plain_memory(value)):  # of another class PyTorch makes what it needs
             return f"{name} has {key} {reason}"
         if live and group["fused"] and (reason := lies_otherwise(p, value)):
             return f"{name} has {key} {reason}"
     step, where = state.get("step"), p.device if group["fused"] or group["capturable"] else None
-    if not isinstance(step, Tensor):
+    if step is None:
         return f"{name} has no tensor step"
-    fits = step.numel() == 1 and step.dtype in (torch.float32, torch.float64) and step.device.type != "meta"
-    if not fits or step.device != (where or step.device) or (step.device.type == "cpu" and not 0 <= step < math.inf):
+    fits = (
+        isinstance(step, Tensor)
+        and step.numel() == 1
+        and step.dtype in (torch.float32, torch.float64)
+        and step.device.type != "meta"
+    )
+    if (
+        not fits
+        or step.device != (where or step.device)
+        or (step.device.type == "cpu" and not (0 <= step < math.inf and step % 1 == 0))
+    ):
         return f"{name} has step={step!r}; must be one float32 of at least 0, on {where or 'the CPU'}"
     return None
 

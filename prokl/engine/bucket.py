@@ -180,7 +180,8 @@ class Bucket:
             state[key] = view
         if self.weights[i].own_master and MASTER not in self.stacks:
             master = state.get(MASTER + member.suffix)
-            if isinstance(master, Tensor) and (master.shape, master.dtype) == (state["M_Q" + member.suffix].shape, torch.float32):
+            shape = state["M_Q" + member.suffix].shape
+            if isinstance(master, Tensor) and (master.shape, master.dtype) == (shape, torch.float32):
                 del state[MASTER + member.suffix]  # the weight has become wider, or is rounded otherwise
         return views
 

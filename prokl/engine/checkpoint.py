@@ -237,18 +237,21 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
             if weight.matrix:
                 check_reading(weight)
                 members = weight.members()
-                reason = matrix_state.misfit(weight, members, entry, method, optimizer)
+                reason = matrix_state.misfit(weight, members, entry, method, optimizer, live=False)
                 begun = reason is None and not matrix_state.begins(entry, members, method, weight)
                 if begun and check_values:
                     reason = matrix_state.bad_values(weight, members, entry, method)
             else:
+                if "step" in entry:
+                    entry["step"] = adamw.count_in_tensor(entry["step"], weight)
                 reason = adamw.misfit(weight, entry, live=False)
                 if reason is None and check_values:
                     reason = adamw.bad_values(weight, entry)
             if reason is not None:
+                whole = ": heads=False of prokl.param_groups keeps queries and keys whole" * (weight.split is not None)
                 raise ValueError(
                     f"The loaded state of {reason}. Load a state dict of the same optimizer, model, rank, "
-                    "init_eigenvalue and split: heads=False of prokl.param_groups keeps queries and keys whole."
+                    f"init_eigenvalue and split{whole}."
                 )
             if entry:  # a copy: what was loaded goes on without this optimizer
                 entry = {key: _copied(value, p, weight.matrix) for key, value in entry.items()}

@@ -224,6 +224,9 @@ class Engine:
         weights = [*weights_of(self.groups)]
         if any(hasattr(weight.p, "device_mesh") for weight in weights):
             raise Sharded
+        for weight in weights:
+            if not isinstance(self.state.get(weight.p, {}), dict):
+                raise ValueError(f"Invalid state of {weight.name}: must be a dict. Remove it, to begin anew.")
         self.inherit(weights)
         for weight in weights:
             check_weight(weight)
@@ -286,7 +289,9 @@ class Engine:
 
         Those of a matrix group become Python's own, whatever was set by hand.
         """
-        group = self.groups[index]
+        group, params = self.groups[index], self.groups[index].get("params")
+        if not isinstance(params, (list, tuple)) or not all(isinstance(p, Tensor) for p in params):
+            raise ValueError(f"Invalid params of group {index}, a {type(params).__name__}: must be a list of tensors.")
         check("algorithm", group.get("algorithm"), ALGORITHM)
         matrix = group["algorithm"] == "matrix"
         needed = self.defaults if matrix else self.adamw.defaults(self.defaults["maximize"])
@@ -294,7 +299,7 @@ class Engine:
         if missing := sorted(needed.keys() - group.keys() - ({"differentiable"} if matrix else set())):
             raise ValueError(
                 f"Group {index} has no {missing[0]}, which algorithm={group['algorithm']!r} needs: set it back, to "
-                f"{needed[missing[0]]!r} for what it is by default."
+                f"{needed[missing[0]]!r} for what it is by default, or the algorithm, if that was changed."
             )
         if matrix:
             group.update(plain_group(group, self.defaults))

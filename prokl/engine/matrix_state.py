@@ -28,14 +28,20 @@ def begins(state: Mapping[str, Any], members: Sequence[Member], method: Method[A
 
 
 def misfit(
-    weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method[Any], optimizer: str
+    weight: Weight,
+    members: Sequence[Member],
+    state: Mapping[str, Any],
+    method: Method[Any],
+    optimizer: str,
+    live: bool = True,
 ) -> str | None:
     """Return the first thing in a weight's state that a step cannot go on from; None where all is well.
 
-    It reads no values, which would wait for the device.
+    It reads no values, which would wait for the device. In a ``live`` state other optimizers' keys are a wrapper's,
+    but AdamW's own, which a group had whose algorithm has changed.
     """
     if begins(state, members, method, weight):
-        foreign = FOREIGN & state.keys()
+        foreign = (FOREIGN if not live else {"exp_avg"}) & state.keys()
         return f"{weight.name} has the state of another algorithm ({min(foreign)})" if foreign else None
     for member in members:
         whose = f"{member.name} (weight {tuple(weight.p.shape)})"
@@ -61,6 +67,8 @@ def misfit(
         if not right or not all(type(count) is int and count >= -1 for count in counts):
             bound = f"{member.shape.count} integers" if stack else "an integer"
             return f"{whose} has step={step!r}; must be {bound} of at least -1"
+        if (unit := "lambda_0" + member.suffix) in state and unit not in layout:
+            return f"{whose} has {unit}, in whose units init_eigenvalue='auto' keeps all eigenvalues"
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import SYNONYMS
@@ -114,6 +115,8 @@ def lies_otherwise(p: Tensor, t: Tensor) -> str | None:
 def check_weight(weight: Weight) -> None:
     """Raise ValueError for a weight that its algorithm cannot read, or a step could not write."""
     p, name = weight.p, weight.name
+    if is_lazy(p):
+        raise ValueError(f"{name} has no values yet: run one forward pass before making the optimizer.")
     if p.device.type == "meta":  # what replaces it is another tensor, never trained
         raise ValueError(
             f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
@@ -135,7 +138,8 @@ def check_weight(weight: Weight) -> None:
             raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
         check_reading(weight)
     # AdamW knows what to do with wrappers, and a division with DTensors, whose parts are looked at.
-    wrapped = hasattr(p, "device_mesh") or not (weight.matrix or type(p) in PLAIN)
+    wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    wrapped = hasattr(p, "device_mesh") or (wrapper and not weight.matrix)
     if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
         raise ValueError(
             f"{name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "
