@@ -18,6 +18,7 @@ from prokl.kernels.split import split, split_two
 from prokl.kernels.symmetric_product import lower_tile, settle_row
 from prokl.kernels.weigh import weigh
 from prokl.pair import Pair, parts
+from tests.inputs import normal
 from tests.kernel_cases import (
     BF16,
     DEVICE,
@@ -185,3 +186,14 @@ def test_a_gradient_in_the_subspace_leaves_no_residual(structure):
             W.grad = torch.randn(8, 1, generator=g) * row
             optimizer.step()
         assert not W.any(), n
+
+
+def test_weigh_reads_a_slice_of_another_dtype_where_it_lies():
+    wide = normal(2, 5, 9, seed=0).to(DEVICE, torch.bfloat16)
+    G, others = wide[:, :, :4], [normal(2, 5, 4, seed=i).to(DEVICE).double() for i in (1, 2, 3)]
+    rows, columns, Q = (
+        t.to(DEVICE).double() for t in (normal(2, 5, seed=4), normal(2, 4, seed=5), normal(2, 4, 4, seed=6))
+    )
+    given = {"rows": rows, "columns": columns, "used_rows": rows, "used": columns, "scale": None, "Q": Q, "alpha": 0.7}
+    one, other = (weigh(t, *others, **given, weights=(0.3, -1.7)) for t in (G, G.double().contiguous()))
+    assert all(map(torch.equal, (one[0], *one[1], *one[2:]), (other[0], *other[1], *other[2:])))
