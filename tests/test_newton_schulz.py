@@ -40,8 +40,9 @@ def inverse_norm(X):
 
 def batched(X, scale, steps, coefficients, stages, gram=None):
     """The result in float64."""
-    Y = forms.newton_schulz(X, scale, each(coefficients, steps), stages, gram=gram).double()
-    return Y if scale is None else Y * scale.double()[:, None, None]
+    ones = torch.ones(len(X), dtype=torch.float64, device=X.device)
+    Y, factor = forms.newton_schulz(X, scale, ones, each(coefficients, steps), stages, gram=gram)
+    return Y.double() * factor.double()[:, None, None]
 
 
 def normalised(X):

@@ -88,11 +88,12 @@ def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
 
     def bind(i: Inputs, ops: Algebra) -> Callable[[], Direction]:
         X, scale = i["X"], _inverse_norm(i["X"])
+        ones = torch.ones_like(scale)
         if ops.name != "triton":  # as its momentum does
             X, scale = X * scale.to(X.dtype)[:, None, None], None
 
         def run() -> Direction:
-            return Direction(newton_schulz(X, scale, [NS_COEFFICIENTS] * NS_STEPS, ops, gram=gram), scale)
+            return Direction(*newton_schulz(X, scale, ones, [NS_COEFFICIENTS] * NS_STEPS, ops, gram=gram))
 
         return run
 
@@ -129,7 +130,7 @@ def _weighed(
     used = Roots(rows, columns, rows[:, 0])
     admitted = Admitted(scale, used, used, rows, columns, rows[:, 0], {}, None, None)
     G_par, T, *others = ops.weighed(Projected(*(i[key] for key in "GMABG")), admitted, H, Q_S, 0.7)
-    return [G_par, T[0] if ops.name == "triton" else T, *others]
+    return [G_par, T[0] if ops.name == "triton" else ops.operand(T), *others]
 
 
 def _bounded_product(odd: bool = False) -> Any:
@@ -209,6 +210,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("product of pairs", "mm pair, mr pair", operand="pair", **LIBRARY),
     Case("product as a pair", tensors("A mmT pair", "B mm pair"), call("product_as_factor", "A", "B"), module=product,
          **PAIRED),
+    Case("product W as a pair", tensors("A mm pair", "B mm pair"), call("product_as_factor", "A", "B"), module=product,
+         balanced=True),
     product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
     symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),

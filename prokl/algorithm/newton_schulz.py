@@ -11,6 +11,7 @@ Dimension key: B matrices, m short side, n long side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,14 +54,14 @@ def gram_runs(polynomials: Sequence[Polynomial]) -> list[list[Polynomial]]:
 
 
 def standard(
-    X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra, R: Tensor | None = None
+    X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra, first: list[Tensor] | None = None
 ) -> Tensor:
     """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, once a polynomial, from scale X (B,m,n) of norm at most 1.
 
-    A scale stays beside X: what comes out is multiplied by it as well. R, if given, is the first A.
+    A scale stays beside X: what comes out is multiplied by it as well. The first A is taken from ``first``, if there.
     """
     for a, b, c in polynomials:
-        A, R = ops.gram(X, scale) if R is None else R, None
+        A = first.pop() if first else ops.gram(X, scale)
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         X = ops.product(Z, X, C=X, beta=a)
     return X
@@ -85,42 +86,40 @@ def gram_factor(R: Tensor, polynomials: Sequence[Polynomial], ops: Algebra) -> T
 
 def newton_schulz(
     X: Tensor,
-    scale: Tensor | None,
+    scale: Any,
+    size: Tensor,
     polynomials: Sequence[Polynomial],
     ops: Algebra,
     *,
     turn: Tensor | None = None,
-    R: Tensor | None = None,
     gram: bool | None = None,
-) -> Tensor:
-    """Return Y with scale Y the Newton-Schulz result of scale X: leaving the scale beside them spares a pass over X.
+) -> tuple[Tensor, Tensor]:
+    """Return Y and a factor (B,), which times Y is size NS(scale X): leaving it beside them spares a pass over X.
 
     Args:
         X: (B,m,n), m <= n, in the dtype of the products.
-        scale: (B,), makes the Frobenius norm of scale X at most 1; 0 for a matrix whose result is to be zero. None:
-            X is normalised. Products of an X that is not must be in the range of its dtype: float16's is too small.
+        scale: (B,), or what :meth:`prokl.algorithm.algebra.Algebra.momentum` leaves beside X. It makes the Frobenius
+            norm of scale X at most 1, and is 0 for a matrix whose result is to be zero. None: X is normalised. Products
+            of an X that is not must be in the range of its dtype: float16's is too small.
+        size: (B,).
         polynomials: (a, b, c) of every iteration.
         ops: the algebra.
         turn: (B,m,m), multiplies the result from the left, as NS(Q X) = Q NS(X) for orthonormal Q; None is I.
-        R: scale^2 X X^T (B,m,m), where there is one.
         gram: form to use; None chooses by :func:`use_gram`.
-
-    Returns:
-        Y (B,m,n).
     """
     assert scale is None or X.dtype != torch.float16, "products of a float16 X that is not normalised overflow"
     if gram is None:
         gram = use_gram(X.shape[-2], X.shape[-1])
     Q = None if turn is None else turn.to(X.dtype)
+    *first, scale, size = ops.normalised_gram(X, scale, size)  # a list, from which its only iteration takes the product
     if not gram:
-        X = standard(X, scale, polynomials, ops, R)
-        return X if Q is None else ops.product(Q, X)
+        X = standard(X, scale, polynomials, ops, first)
+        return X if Q is None else ops.product(Q, X), size
     runs = gram_runs(polynomials)
     for done, run in enumerate(runs, 1):
         if len(run) == 1 and done < len(runs):  # at the same cost without aI, whose rounding a large a would show
-            X = standard(X, scale, run, ops, R)
+            X = standard(X, scale, run, ops, first)
         else:
-            factor = gram_factor(ops.gram(X, scale) if R is None else R, run, ops)
+            factor = gram_factor(first.pop() if first else ops.gram(X, scale), run, ops)
             X = ops.product(ops.product(Q, factor) if done == len(runs) and Q is not None else factor, X)
-        R = None
-    return X
+    return X, size

@@ -52,8 +52,7 @@ def step(
         res_scale = aspect_scale  # c_a; match_rms_adamw has 0.2 sqrt(n) in its place
         if h.adjust_lr_fn != "original":
             res_scale = torch.full_like(aspect_scale, h.direction_scale)
-        R, inverse, scale = ops.normalised_gram(X, scale, res_scale)
-        X = newton_schulz(X, inverse, h.polynomials, ops, turn=turn, R=R)
+        X, scale = newton_schulz(X, scale, res_scale, h.polynomials, ops, turn=turn)
     elif X is not None and scale is not None:
         # Smok-Hop: Delta_res = mu_perp^-1/2 X, brought down to largest_rms sqrt(m (n - r)); scale is 1 / ||X||, or 0.
         ratio = largest_rms * (m * (n - r)) ** 0.5 * scale / used.mu
