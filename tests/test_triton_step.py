@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.kernels import launch
-from tests.inputs import forbid_host_reads, normal
+from tests.inputs import forbid_host_reads, normal, weight
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, relative, run, state_tensors, ways
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -269,3 +269,12 @@ def test_what_a_rounded_basis_loses_is_no_complement(precision):
     moved = weight.detach().cpu()
     inside = moved @ rows.T @ rows
     assert (moved - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
+
+
+def test_autograd_counts_what_a_kernel_writes_into_a_weight():
+    W = weight(6, 10, seed=0)
+    optimizer = ProKLShampoo([W], backend="triton", rank=2)
+    for call in range(2):  # the first one only begins
+        W.grad, before = normal(6, 10, seed=call), W._version
+        optimizer.step()
+        assert (W._version > before) == (call > 0)
