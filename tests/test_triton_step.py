@@ -278,3 +278,16 @@ def test_autograd_counts_what_a_kernel_writes_into_a_weight():
         W.grad, before = normal(6, 10, seed=call), W._version
         optimizer.step()
         assert (W._version > before) == (call > 0)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rounding_alone_makes_no_step_in_bfloat16(precision):
+    """The residual of a gradient in the subspace; what a GPU takes without being asked."""
+    directions, _ = torch.linalg.qr(normal(10, 3, seed=9))
+    W = weight(6, 10, seed=0)
+    given = {"rank": 3, "variant": "complement-only", "ns_dtype": torch.bfloat16, "precision": precision}
+    optimizer = ProKLShampoo([W], backend="triton", **given)
+    for call in range(4):
+        W.grad = normal(6, 3, seed=call) @ directions.mT
+        optimizer.step()
+    assert torch.equal(W, weight(6, 10, seed=0))
