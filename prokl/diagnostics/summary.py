@@ -63,9 +63,10 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     Call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``. Some numbers
     are left out before the first step, without gradients, and of a method without a subspace.
 
-    Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`; of the
-    orthogonality of all bases. NaN is worse than any number, and no part of a median. A weight of zeros has no
-    ``update_to_weight``.
+    Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`:
+    ``update_to_weight_median`` and ``_worst``, ``whitened_size_median`` and ``_worst``, ``spread_L_median`` and
+    ``_worst``, ``subspace_share_median``, ``idle_rows_worst``, and ``orthogonality_worst`` of all bases. NaN is worse
+    than any number, and no part of a median. A weight of zeros has no ``update_to_weight``.
 
     Counts: ``clipped``, the share of the steps since the last call that ``clip_threshold`` bounded; ``skipped``, the
     gradients since then that were not finite; ``without_gradient``, the weights that may move, AdamW's too, and have
