@@ -3,6 +3,7 @@
 Backends are those of tests/inputs.py, so that every file meets three orders of operations.
 """
 
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -10,17 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-import prokl
-from prokl.engine.matrix_state import upgraded
 from tests import freeze
 from tests.distributed.checkpoints import read, written
 from tests.inputs import same_bits
-from tests.problems import relative
-from tests.training import as_of_0_5, reloaded, silent
+from tests.training import reloaded, silent
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 ROUNDING = 200
@@ -43,13 +38,7 @@ def frozen(file):
     return torch.load(FOLDER / file, weights_only=True)
 
 
-HALF_STATE = "bfloat16 state"
-CASES = [
-    (path.name, name)
-    for path in sorted(FOLDER.glob("*.pt"))
-    for name in frozen(path.name)["cases"]
-    if (path.name, name) != ("0.5.0.pt", HALF_STATE)
-]
+CASES = [(path.name, name) for path in sorted(FOLDER.glob("*.pt")) for name in frozen(path.name)["cases"]]
 every_case = pytest.mark.parametrize("file, name", CASES, ids=[f"{Path(file).stem}-{name}" for file, name in CASES])
 
 
@@ -97,7 +86,7 @@ def assert_goes_on(found, case):
             assert_close(W_found, W, ROUNDING * eps * W.abs().max(), name)
     assert flips <= FLIPS
     names = [name for group in case["groups"] for name in group["params"]]
-    state = as_of_0_5(found["state"], half) if "L" in after["state"][0] else found["state"]
+    state = found["state"]
     assert state.keys() == after["state"].keys()
     for i, own in after["state"].items():
         assert state[i].keys() == own.keys()
@@ -112,60 +101,6 @@ def assert_goes_on(found, case):
                 assert_close(value_found, value, units * torch.finfo(value.dtype).eps * value.abs().max(), what)
 
 
-def test_state_in_bfloat16_goes_on_nearer_to_exact_state():
-    """The version rounded M and L in the weight's coordinates: its own steps are no measure of today's."""
-    file = frozen("0.5.0.pt")["cases"][HALF_STATE]
-    old, way = file["after"]["weights"], {}
-    for kind, wide in (("found", None), ("exact", torch.float64)):
-        case = file if wide is None else freeze.mapped(file, lambda t: t.double() if t.is_floating_point() else t)
-        if wide is not None:
-            for group in (case["settings"], *case["state_dict"]["param_groups"]):
-                group["state_dtype"] = wide
-        weights, optimizer = freeze.build({**case, "settings": {}}, backend="torch")
-        optimizer.load_state_dict(case["state_dict"])
-        for given in case["gradients"]:
-            freeze.step(weights, optimizer, given)
-        way[kind] = {name: p.detach().double() for name, p in weights.items()}
-    far, near = (
-        sum(float((W.double() - way["exact"][name]).norm()) for name, W in of.items() if name != "bias")
-        for of in (old, way["found"])
-    )
-    print(f"from exact state: {far:.3f} in 0.5, {near:.3f} today")
-    assert near < far
-
-
-def test_a_folder_of_0_5_goes_on_through_one_file(tmp_path):
-    """torch.distributed.checkpoint goes by keys, and reads none of before by itself."""
-
-    def built():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 4)).double()
-        return model, prokl.ProKLShampoo(prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, matrix=["*.weight"]))
-
-    def trained(model, optimizer, calls):
-        for call in calls:
-            for i, p in enumerate(model.parameters()):
-                p.grad = freeze.normal(*p.shape, seed=100 * call + i)
-            optimizer.step()
-
-    model, optimizer = built()
-    trained(model, optimizer, range(4))
-    saved = get_optimizer_state_dict(model, optimizer)
-    dcp.save(
-        {"optimizer": {**saved, "state": as_of_0_5(saved["state"])}}, checkpoint_id=tmp_path / "folder", no_dist=True
-    )
-    again, other = built()
-    again.load_state_dict(model.state_dict())
-    trained(model, optimizer, range(4, 15))
-    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
-        dcp.load({"optimizer": get_optimizer_state_dict(again, other)}, checkpoint_id=tmp_path / "folder", no_dist=True)
-    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
-    set_optimizer_state_dict(again, other, torch.load(tmp_path / "file.pt", weights_only=True)["optimizer"])
-    trained(again, other, range(4, 15))
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert relative(p, q) <= 1e-12
-
-
 @every_case
 def test_an_old_checkpoint_goes_on_as_it_did(file, name, path):
     """And is saved anew on the way. The steps move every weight and refresh: what is compared was not only copied."""
@@ -176,16 +111,21 @@ def test_an_old_checkpoint_goes_on_as_it_did(file, name, path):
             weights, optimizer = saved_anew(case, weights, optimizer, backend=path)
     assert all((W != case["after"]["weights"][key]).any() for key, W in case["weights"].items())
     before, after = case["state_dict"]["state"][0], case["after"]["state"][0]
-    assert all((before[key] != after[key]).any() for key in ("Q_L", "L" if "L" in before else "L_Q"))
+    assert all((before[key] != after[key]).any() for key in ("Q_L", "L_Q"))
     assert_goes_on(freeze.contents(weights, optimizer), case)
 
 
-def test_a_checkpoint_of_0_4_is_refused_with_what_reads_it():
-    case = frozen("0.5.0.pt")["cases"]["pro-klshampoo"]
+@pytest.mark.parametrize("name", ["pro-klshampoo", "klshampoo", "divided"])
+def test_a_checkpoint_of_0_5_is_refused_with_what_reads_it(name):
+    """Its M, L and R are under these names, in the weight's coordinates."""
+    case = frozen("0.6.0.pt")["cases"][name]
     weights, optimizer = freeze.build({**case, "settings": {}})
     before = {name: W.detach().clone() for name, W in weights.items()}
-    state = {i: {k: v for k, v in own.items() if k != "clipped"} for i, own in case["state_dict"]["state"].items()}
-    with pytest.raises(ValueError, match="is of prokl 0.4 or older.*Load it with prokl 0.5 and save it there"):
+    state = {
+        i: {re.sub(r"^([MLR])_Q", r"\1", key): value for key, value in own.items()}
+        for i, own in case["state_dict"]["state"].items()
+    }
+    with pytest.raises(ValueError, match="is of prokl 0.5 or older.*Load it with prokl 0.6 and save it there"):
         optimizer.load_state_dict({**case["state_dict"], "state": state})
     assert not optimizer.state and all(torch.equal(W, before[name]) for name, W in weights.items())
 
@@ -204,13 +144,3 @@ def test_an_old_checkpoint_goes_on_divided(file, name, pools):
     """One that was saved divided, and those of one process."""
     found = read(pools[2].run(go_on_divided, file, name)[0])
     assert_goes_on(found, frozen(file)["cases"][name])
-
-
-def test_a_state_of_0_5_is_converted_in_float64():
-    """Whatever torch's TF32 switches say: a basis off by their rounding would stay so until a refresh."""
-    L = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
-    L, Q_L = L @ L.mT, torch.linalg.qr(L)[0]
-    entry = {"M": L[:, :40].clone(), "L": L, "Q_L": Q_L, "clipped": torch.zeros(())}
-    found, exact = (upgraded(each, "w") for each in (entry, {key: t.double() for key, t in entry.items()}))
-    for key in ("M_Q", "L_Q", "Q_L"):
-        assert torch.equal(found[key], exact[key].float()), key

@@ -59,17 +59,9 @@ def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
 
 
 @of_either
-@pytest.mark.parametrize(
-    "key, value, remedy",
-    [
-        ("process_group", None, r"pass it to the constructor"),
-        ("preset", "paper", r"ProKLShampoo\(groups, \*\*prokl\.PAPER\)"),
-        ("advanced", {"eps": 0.1}, r"give its settings beside the others"),
-    ],
-)
-def test_what_a_group_has_not_is_refused_with_the_remedy(algorithm, key, value, remedy):
-    group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: value}
-    refused_everywhere(PRO, group, rf"^Invalid {key}={value!r} of a new group: groups have none.* {remedy}")
+def test_a_process_group_of_a_group_is_refused_with_the_remedy(algorithm):
+    group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, "process_group": None}
+    refused_everywhere(PRO, group, r"^Invalid process_group=None of a new group: groups have none; pass it to the cons")
 
 
 @both

@@ -20,7 +20,7 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.pointers import PointerTable
 from prokl.distributed.waves import not_finite
 from tests.inputs import KL, NAN, PRO, both, normal, weight
-from tests.training import as_of_0_5, differences, gradients, named, same
+from tests.training import differences, gradients, named, same
 
 SETTINGS = {
     "Pro-KLShampoo": (PRO, torch.float32, {"rank": 3}),
@@ -71,7 +71,6 @@ def trained(setting, around):
             if t == 4:
                 loaded = copy.deepcopy(optimizer.state_dict())
                 assert all(t.device.type == "cpu" for own in loaded["state"].values() for t in own.values())
-                loaded["state"] = as_of_0_5(loaded["state"])  # loading converts it
                 optimizer.load_state_dict(loaded)
         seen = [optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer), diagnostics.phi(optimizer)]
     return optimizer, seen

@@ -93,11 +93,6 @@ def test_a_named_group_beside_unnamed_ones_is_refused(cls):
         ({"process_grop": None}, r"unexpected keyword argument 'process_grop': the nearest is 'process_group'\."),
         ({"epsilon": 1e-6}, r"unexpected keyword argument 'epsilon': the nearest is 'eps'\."),
         ({"ns_step": 3, "lr": 0.1}, r"unexpected keyword argument 'ns_step': "),
-        (
-            {"preset": "paper"},
-            r"takes no preset: the paper's is ProKLShampoo\(groups, \*\*prokl\.PAPER\), or KLShampoo",
-        ),
-        ({"advanced": {"eps": 1.0}}, r"takes no advanced: give its settings beside the others, as clip_threshold=None"),
     ],
 )
 def test_an_argument_of_others_says_where_it_belongs(cls, given, says):

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from prokl.algorithm.reference import in_weight_coordinates
 from tests.inputs import normal, same_bits, weight
 from tests.problems import same_clocks
 
@@ -177,18 +176,3 @@ def fine_and_odd(cls, odd=(6, 10), calls=3, adamw=(), **settings):
     vectors = [("bias", weight(54, seed=2)), ("table", weight(5, 4, seed=3))]
     groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw", "lr": 0.1, **dict(adamw)}]
     return train(cls(groups, **settings), range(calls))
-
-
-def as_of_0_5(state, half=False):
-    """Return state with M, L and R as files of 0.5 have them; Q_L and Q_R in their dtype where it is ``half``."""
-    found = {}
-    for i, entry in state.items():
-        own = dict(entry)
-        for key in [key for key in entry if str(key).startswith("M_Q")]:
-            suffix = key[3:]
-            kept = {k: entry[k + suffix].double() for k in ("M_Q", "L_Q", "R_Q", "Q_L", "Q_R") if k + suffix in entry}
-            turned = in_weight_coordinates(kept)
-            own = {k: v for k, v in own.items() if k not in {"M_Q" + suffix, "L_Q" + suffix, "R_Q" + suffix}}
-            own |= {k + suffix: v.to(entry[key].dtype) for k, v in turned.items() if half or k not in ("Q_L", "Q_R")}
-        found[i] = own
-    return found

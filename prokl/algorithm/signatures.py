@@ -20,20 +20,12 @@ PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
 """Arguments of ``param_groups`` that no constructor takes."""
 ADAMW = {"amsgrad", "capturable", "foreach", "fused"}
 """Keys of AdamW's groups that are arguments of neither."""
-REMOVED = {
-    "preset": "the paper's is ProKLShampoo(groups, **prokl.PAPER), or KLShampoo(groups, init_eigenvalue=0.1, "
-    "clip_threshold=None)",
-    "advanced": "give its settings beside the others, as clip_threshold=None, or unpack them",
-}
-"""Settings of prokl 0.5, and what takes their place."""
 
 
 def check_known(title: str, arguments: Collection[str], known: Collection[str]) -> None:
     """Raise TypeError for an argument that is not ``known``: with where it belongs, or the nearest one."""
     for key in (key for key in arguments if key not in known):
-        if key in REMOVED:
-            where = REMOVED[key]
-        elif key == "betas":
+        if key == "betas":
             where = "AdamW's are adamw_betas of prokl.param_groups, and the matrix method's are momentum and beta2"
         elif key in PARAM_GROUPS:
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"

@@ -80,8 +80,8 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: a group is of another algorithm, or a weight's name is another weight's there. Other numbers of
-            groups or weights are left to torch.
+        ValueError: a group is of another algorithm, a weight's name is another weight's there, or a state is of a
+            version before 0.6. Other numbers of groups or weights are left to torch.
     """
     saved = [_by_name(group) for group in state_dict["param_groups"]]
     _check_order([name for g in saved for name in _names(g)], [name for g in here for name in _names(g)])
@@ -97,8 +97,7 @@ def prepare(
         if algorithm == "matrix":
             names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
             matrix.update(zip(loaded["params"], names, strict=False))
-            # An lr that does not say is in old units.
-            group = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **loaded}
+            group = {**defaults, "algorithm": algorithm, **loaded}
             for key, value in loaded.items():  # PyTorch's full state dicts make lists of tuples
                 if isinstance(value, list) and isinstance(present.get(key), tuple):
                     group[key] = tuple(value)
@@ -112,7 +111,8 @@ def prepare(
     state = dict(state_dict["state"])
     for i, entry in state.items():
         if i in matrix:
-            state[i] = {k: _NoCast(value) for k, value in matrix_state.upgraded(entry, matrix[i]).items()}
+            matrix_state.check_version(entry, matrix[i])
+            state[i] = {key: _NoCast(value) for key, value in entry.items()}
     return {**state_dict, "state": state, "param_groups": groups + saved[len(groups) :]}
 
 

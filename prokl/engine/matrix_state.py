@@ -1,7 +1,8 @@
-"""Check the state of a matrix weight, loaded or replaced: keys, shapes, dtypes, values; convert that of prokl 0.5."""
+"""Check the state of a matrix weight, loaded or replaced: keys, shapes, dtypes, values, version."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,6 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.reference import in_eigenbases
-from prokl.algorithm.shapes import widest
-from prokl.backends.device import without_autocast
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER
 from prokl.engine.weights import Weight, clock, layout_of_state
@@ -87,43 +85,11 @@ def bad_values(weight: Weight, members: Sequence[Member], state: Mapping[str, An
     return None
 
 
-@without_autocast
-def upgraded(entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a weight's loaded state with that of 0.5, M, L and R in the weight's coordinates, in the eigenbases.
-
-    Raises:
-        ValueError: it is of a version before 0.5.
-    """
-    for key in [key for key in entry if key == "M" or (key.startswith("M.") and key[2:].isdigit())]:
-        suffix = key[1:]
-        keys = ("M", "L", "R", "Q_L", "Q_R")
-        own = {k: entry[k + suffix] for k in keys if isinstance(entry.get(k + suffix), Tensor)}
-        if not own.keys() >= {"M", "L", "Q_L"}:
-            continue  # what is missing is told with the shapes
-        if "clipped" + suffix not in entry:
+def check_version(state: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for a weight's loaded state of a version before 0.6, whose M lies in other coordinates."""
+    for key in state:
+        if isinstance(key, str) and re.fullmatch(r"M(\.\d+)?", key) and "Q_L" + key[1:] in state:
             raise ValueError(
-                f"The loaded state of {name} is of prokl 0.4 or older, whose files prokl 0.6 does not read. Load it "
-                "with prokl 0.5 and save it there, then load that file."
+                f"The loaded state of {name} is of prokl 0.5 or older, which prokl 0.7 does not read. Load it with "
+                "prokl 0.6 and save it there, then load that file."
             )
-        if any(hasattr(t, "placements") for t in own.values()):  # a DTensor
-            raise ValueError(
-                f"The loaded state of {name} is of prokl 0.5, and a part: prokl 0.6 keeps M and L in another basis. "
-                "Load what gather_state_dict() of prokl 0.5 gave, or one file made by dcp_to_torch_save."
-            )
-        stored, of_bases = own["M"].dtype, torch.promote_types(own["M"].dtype, torch.float32)
-        own = {k: t.to(widest(t.device)) for k, t in own.items()}  # torch's TF32 switches leave its products alone
-        bases = {k: orthonormalised(own[k]) for k in ("Q_L", "Q_R") if k in own}
-        turned = in_eigenbases(own | bases)
-        entry = {k: t for k, t in entry.items() if k not in {"M" + suffix, "L" + suffix, "R" + suffix}}
-        entry |= {k + suffix: t.to(of_bases if k in bases else stored) for k, t in turned.items()}
-    return entry
-
-
-def orthonormalised(Q: Tensor) -> Tensor:
-    """Return the orthonormal basis nearest to one that bfloat16 rounded; zeros, of matrices that begin, stay zeros.
-
-    Newton-Schulz's iteration squares what deviates, 2e-2 of a bfloat16 basis: below float64's rounding after four.
-    """
-    for _ in range(4):
-        Q = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
-    return Q

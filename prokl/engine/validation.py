@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import SYNONYMS
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.algorithm.signatures import REMOVED
 from prokl.engine.weights import FLATTENED, Weight, check_reading, may_move, named, weights_of
 
 ADAMW_GROUP = '{"params": [...], "algorithm": "adamw", "lr": ...}'
@@ -42,7 +41,7 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
         settings: of its algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
-    removed = {"process_group": "pass it to the constructor", **REMOVED}
+    removed = {"process_group": "pass it to the constructor"}
     if "algorithm" not in group:  # as groups for other Muons, Jordan's and pytorch_optimizer's, are divided
         removed["use_muon"] = f'write "algorithm": "{"matrix" if group.get("use_muon") else "adamw"}" in their place'
     stems = {re.sub(r"\d", "", setting) for setting in settings}
