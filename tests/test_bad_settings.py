@@ -12,7 +12,7 @@ from tests.inputs import INF, KL, NAN, PRO, both, normal, step, weight
 from tests.test_plain_memory import NOT_PLAIN
 from tests.training import differences, fine_and_odd, named, refused, train, weights_of
 
-AT_LEAST_0 = ((-0.1, NAN, INF, True, "0.1", None, 1j), "a finite number of at least 0")
+AT_LEAST_0 = ((-0.1, NAN, INF, 10**400, True, "0.1", None, 1j), "a finite number of at least 0")
 FRACTION = ((-0.1, 1.0, 1.5, NAN, INF, True, "0.9", None), r"in \[0, 1\)")
 COUNT = ((0, -1, 2.5, NAN, INF, True, "3", None), "an integer of at least 1")
 FLAG = (("yes", None, NAN, 2), r"one of \(True, False\)")

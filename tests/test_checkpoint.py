@@ -218,12 +218,12 @@ ALL_KEYS += [(PRO, 1, ("maximize", "amsgrad", "fused", "foreach", "betas", "eps"
 
 @pytest.mark.parametrize("cls, group, keys", ALL_KEYS, ids=["Pro-KLShampoo", "KL-Shampoo", "AdamW"])
 def test_keys_missing_in_an_older_group_take_the_defaults(cls, group, keys):
-    """AdamW's groups get its defaults; and an lr that does not say so is in the original units."""
+    """AdamW's groups get its defaults."""
     run = Run(cls=cls)
     run.optimizer.param_groups[1]["amsgrad"] = False
     state = copy.deepcopy(run.train(0, 2).optimizer.state_dict())
     values = {key: state["param_groups"][group].pop(key) for key in keys}
-    target = loaded(state, run, {"cls": cls, "adjust_lr_fn": "match_rms_adamw"})
+    target = loaded(state, run, {"cls": cls})
     assert values.items() <= target.optimizer.param_groups[group].items()
     assert differences(run.train(2, 5).optimizer, target.train(2, 5).optimizer) == set()
 
@@ -343,3 +343,14 @@ def test_a_file_of_another_split_warns_with_both_values(cls):
     (warning,) = said_at_load(saved, cls(groups(2, 2, None)))
     assert "has split=[None, 2, 3] for group 0, here [2, 2, None]. " in warning
     assert said_at_load(saved, cls(groups(None, 2, 3))) == []
+
+
+@both
+def test_a_file_that_lacks_some_matrices_is_told_of(cls):
+    saved = train(cls(named((6, 10), (4, 6), (3, 5))), range(3)).state_dict()
+    state = {i: own for i, own in saved["state"].items() if i != 1}
+    (warning,) = said_at_load({**saved, "state": state}, cls(named((6, 10), (4, 6), (3, 5))))
+    assert "has no state of 1 of 3 matrices, " in warning and "they begin anew" in warning
+    frozen = cls(named((6, 10), (4, 6), (3, 5)))
+    frozen.param_groups[0]["params"][1].requires_grad_(False)
+    assert said_at_load({**saved, "state": state}, frozen) == said_at_load({**saved, "state": {}}, frozen) == []

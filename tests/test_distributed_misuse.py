@@ -222,8 +222,8 @@ def test_a_group_without_a_setting_is_told_as_in_one_process(pools):
     for error in pools[2].run(without_a_setting):
         assert error == (
             "ValueError",
-            "Group 0 has no momentum, which algorithm='matrix' needs: set it back, to 0.9 for what it is by default, "
-            "or the algorithm, if that was changed.",
+            "Group 0 has no momentum, which algorithm='matrix' needs, by default 0.9: set it back. If the algorithm "
+            "was changed, set that back, or make a new optimizer.",
         )
 
 

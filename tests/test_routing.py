@@ -295,12 +295,13 @@ def test_bad_arguments_raise_with_name_value_and_remedy(options, error, message)
 
 
 NO_MODULE = r"model must be a torch\.nn\.Module, got"
-NOTHING = r"^No parameter of model \({}\) requires grad, .*: unfreeze .* before making the groups\.$"
+NOTHING = r"^There is no parameter in model \({}\) that requires grad, .*: unfreeze .* before making the groups\.$"
 BAD_MODELS = [
     *((bad, TypeError, NO_MODULE) for bad in (list(nn.Linear(2, 3).parameters()), GPT, None)),
     (holding(part=nn.LazyLinear(8, bias=False)), ValueError, "'part.weight' has no shape yet; run one forward pass"),
     (GPT().requires_grad_(False), ValueError, NOTHING.format("GPT")),
     (nn.LayerNorm(4).requires_grad_(False), ValueError, NOTHING.format("LayerNorm")),
+    (nn.Sequential(), ValueError, r"^There is no parameter in model \(Sequential\) that requires grad, "),
 ]
 
 

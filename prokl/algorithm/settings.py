@@ -192,7 +192,7 @@ def clone_if_tensor(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _is_number(value: Any, least: float = 0.0, below: float = math.inf) -> bool:
+def _is_number(value: Any, least: float = 0.0, below: float = 2**1024) -> bool:
     number = isinstance(value, Real) and not isinstance(value, bool)
     return number and least <= value < below
 

@@ -159,7 +159,7 @@ def _check_order(there: list[str], here: list[str]) -> None:
 
 
 def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method[Any]) -> list[str]:
-    """Return what to say of names and settings that a loaded state dict has brought, as it was made with them.
+    """Return what to say of state that a loaded state dict lacks, and of names and settings that it has brought.
 
     Args:
         before: the optimizer's groups until then. now: since then. state: as loaded; without any of a weight its
@@ -172,6 +172,12 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
             f"The loaded state dict has other names for {len(other)} of {len(here)} weights: weight {other[0]} is "
             f"{there[other[0]]!r} there and {here[other[0]]!r} here. State goes by place: make sure that these are the "
             "same weights."
+        )
+    matrices = [weight for weight in weights_of(now) if weight.matrix and weight.p.requires_grad]
+    if (lacking := [weight.name for weight in matrices if not state.get(weight.p)]) and len(lacking) < len(matrices):
+        said.append(
+            f"The loaded state dict has no state of {len(lacking)} of {len(matrices)} matrices, {lacking[0]} among "
+            "them: they begin anew with the next gradient. That is right for what was frozen."
         )
     found = []
     for i, (loaded, own) in enumerate(zip(now, before, strict=False)):
@@ -248,7 +254,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
                 if reason is None and check_values:
                     reason = adamw.bad_values(weight, entry)
             if reason is not None:
-                whole = ": heads=False of prokl.param_groups keeps queries and keys whole" * (weight.split is not None)
+                whole = ": heads=False of prokl.param_groups keeps queries and keys whole"
+                whole *= weight.split is not None and "M_Q" in entry
                 raise ValueError(
                     f"The loaded state of {reason}. Load a state dict of the same optimizer, model, rank, "
                     f"init_eigenvalue and split{whole}."

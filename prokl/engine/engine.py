@@ -298,8 +298,9 @@ class Engine:
         # What torch puts into every optimizer that is copied may be lacking in a matrix group.
         if missing := sorted(needed.keys() - group.keys() - ({"differentiable"} if matrix else set())):
             raise ValueError(
-                f"Group {index} has no {missing[0]}, which algorithm={group['algorithm']!r} needs: set it back, to "
-                f"{needed[missing[0]]!r} for what it is by default, or the algorithm, if that was changed."
+                f"Group {index} has no {missing[0]}, which algorithm={group['algorithm']!r} needs, by default "
+                f"{needed[missing[0]]!r}: set it back. If the algorithm was changed, set that back, or make a new "
+                "optimizer."
             )
         if matrix:
             group.update(plain_group(group, self.defaults))

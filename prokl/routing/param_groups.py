@@ -155,10 +155,10 @@ def param_groups(
     owners, warning = owners_of(model)
     if warning:
         warnings.warn(warning, stacklevel=3)  # past the check of arguments
-    if owners and not any(p.requires_grad for p in owners):
+    if not any(p.requires_grad for p in owners):
         raise ValueError(
-            f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "
-            "by requires_grad_(True), before making the groups."
+            f"There is no parameter in model ({type(model).__name__}) that requires grad, so nothing trains: unfreeze "
+            "what is to, by requires_grad_(True), before making the groups."
         )
     if lazy := [of_p[0].name for p, of_p in owners.items() if is_lazy(p)]:
         raise ValueError(f"Parameter {lazy[0]!r} has no shape yet; run one forward pass through its lazy module.")
