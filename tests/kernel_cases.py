@@ -25,11 +25,22 @@ from prokl.algorithm import evidence
 from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn, weigh
+from prokl.kernels import (
+    apply,
+    launch,
+    momentum,
+    product,
+    project,
+    symmetric_product,
+    triangle,
+    turn,
+    two_products,
+    weigh,
+)
 from prokl.kernels.launch import Tile
 from prokl.kernels.stack import TILES as TILES_OF_STACK
 from prokl.kernels.stack import stack
-from prokl.kernels.symmetric_product import extrapolated, gram, shifted_polynomial
+from prokl.kernels.symmetric_product import extrapolated, shifted_polynomial
 from prokl.pair import Pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -294,10 +305,10 @@ PAIRED_BOUNDED = replace(
 )  # fmt: skip
 
 
-SYMMETRIC_TILES = {
-    HALF: symmetric_product.TILES_HALF, SINGLE: symmetric_product.TILES_FP32, DOUBLE: symmetric_product.TILES_FP64
-}  # fmt: skip
-OWN_ADDENDS = tuple({k: v.replace("r", "m") if k == "C" else v for k, v in own.items()} for own in ADDENDS[:4])
+SYMMETRIC_TILES = {HALF: triangle.TILES_HALF, SINGLE: triangle.TILES_FP32, DOUBLE: triangle.TILES_FP64}
+OWN_ADDENDS = (
+    {}, {"C": "mm", "alpha": 0.3, "beta": -1.7}, {"C": "mm", "alpha": ".+", "beta": 0.1}, {"alpha": "."},
+)  # fmt: skip
 SYMMETRIC = KernelCase(
     "symmetric product", lambda **i: [symmetric_product.symmetric_product(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT))], {"A": "mn"}, lambda s: [(s.n + 6, 1)],
@@ -312,7 +323,7 @@ POLYNOMIAL = KernelCase(
 )  # fmt: skip
 PAIRED_POLYNOMIAL = replace(
     POLYNOMIAL, name="symmetric polynomial of pairs", inputs={"A": "mn pair", "B": "mn pair"}, dtypes=((SINGLE,),),
-    tiles={SINGLE: symmetric_product.TILES_HALF}, stored=None,
+    tiles={SINGLE: triangle.TILES_HALF}, stored=None,
 )  # fmt: skip
 
 
@@ -333,14 +344,8 @@ EXTRAPOLATED = KernelCase(
     dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE)), variants=({"C": "mm~"}, {"C": "mm~", "beta": 0.0}),
     stored=wider, symmetric=True,
 )  # fmt: skip
-GRAM = KernelCase(
-    "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
-    {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)],
-    dtypes=((SINGLE,), (HALF,), (DOUBLE,), *(own[:1] for own in GPU_DTYPES)),
-    stored=lambda i: i["X"].dtype, symmetric=True,
-)  # fmt: skip
 TWO_SYMMETRIC = KernelCase(
-    "two symmetric products", lambda **i: [symmetric_product.symmetric_products(**i)],
+    "two symmetric products", lambda **i: [two_products.symmetric_products(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT + i["gamma"] / column(i["alpha"]) * i["E"] @ i["E"].mT))],
     {"A": "mn", "E": "mr", "alpha": ".+", "gamma": 0.3, "beta": 0.9}, lambda s: [(s.n + s.r + 8, 1)],
     dtypes=((SINGLE,) * 4, (HALF, HALF, SINGLE, SINGLE), (DOUBLE,) * 4, (SINGLE, SINGLE, SINGLE, BF16)),
@@ -348,11 +353,11 @@ TWO_SYMMETRIC = KernelCase(
 )  # fmt: skip
 PAIRED_TWO_SYMMETRIC = replace(
     TWO_SYMMETRIC, name="two symmetric products of pairs", dtypes=((SINGLE,),),
-    inputs=TWO_SYMMETRIC.inputs | {"A": "mn pair", "E": "mr pair"}, tiles={SINGLE: symmetric_product.TILES_HALF},
+    inputs=TWO_SYMMETRIC.inputs | {"A": "mn pair", "E": "mr pair"}, tiles={SINGLE: triangle.TILES_HALF},
 )  # fmt: skip
 PAIRED_SYMMETRIC = replace(
     SYMMETRIC, name="symmetric product of a pair", inputs={"A": "mn pair"}, dtypes=((SINGLE,),),
-    variants=OWN_ADDENDS[:3], tiles={SINGLE: symmetric_product.TILES_HALF},
+    variants=OWN_ADDENDS[:3], tiles={SINGLE: triangle.TILES_HALF},
 )  # fmt: skip
 
 
@@ -578,10 +583,8 @@ ADMIT = KernelCase(
 
 SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, SPLIT_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL,
-    SHIFTED, EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY,
+    SHIFTED, EXTRAPOLATED, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY,
     WEIGH, PAIRED_WEIGH, PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*SUM_CASES, ADMIT)
-RENAMED_ARGUMENTS = (GRAM,)
-"""Kernels that name an argument as the kernel of symmetric products does."""

@@ -12,8 +12,8 @@ pytest.importorskip("setuptools")
 
 from bench.compile_report import __main__ as compile_report  # noqa: E402
 from bench.compile_report import csrc, trace, triton_kernels  # noqa: E402
-from bench.compile_report.launches import Launch, Pointer  # noqa: E402
-from bench.compile_report.triton_kernels import Row, complaints, every_launch  # noqa: E402
+from bench.compile_report.launches import Launch, Pointer, called  # noqa: E402
+from bench.compile_report.triton_kernels import ODD, Row, complaints, every_launch  # noqa: E402
 from bench.micro.kernels import KERNELS as CASES  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
@@ -23,7 +23,7 @@ from prokl.kernels.launch import Tile  # noqa: E402
 from tests.commands import ROOT, run_python  # noqa: E402
 
 NAMES = {
-    name: path
+    name
     for path in sorted((ROOT / "kernels").glob("*.py"))
     for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())
 }
@@ -47,10 +47,10 @@ def test_kernels_compile_for_sm_90_and_do_not_spill(tmp_path):
 
 
 def test_every_file_kernel_and_tile_is_covered():
-    modules = {case.module.__name__.rpartition(".")[2]: case.module for case in CASES}
-    assert {path.stem for path in NAMES.values()} == set(modules)
+    launched = {own.kernel for case in CASES for own in called(case, ODD, case.dtypes[0])}
+    assert launched == set(NAMES)
     assert len({case.name for case in CASES}) == len(CASES)
-    for module in modules.values():
+    for module in {case.module for case in CASES}:
         shipped = {tile for name, tiles in vars(module).items() if name.startswith("TILES") for tile in tiles}
         assert all(isinstance(tile, Tile) for tile in shipped)
         cases = [case for case in CASES if case.module is module]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prokl.kernels import apply, launch, momentum, product, project, symmetric_product, turn, weigh
+from prokl.kernels import apply, launch, momentum, product, project, triangle, turn, weigh
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair
 from tests.inputs import same_bits
@@ -20,7 +20,6 @@ from tests.kernel_cases import (
     PRODUCT,
     PROJECT,
     REFUSED,
-    RENAMED_ARGUMENTS,
     SHIFTED,
     SINGLE,
     SMALL,
@@ -129,7 +128,7 @@ CHOICES = [
     (product, (BATCHES, SIDES, SIDES, OPERANDS, EITHER)),
     (turn, ((1, 32, 33, 128), OPERANDS)),
     (weigh, ((1, 32, 33, 128), OPERANDS)),
-    (symmetric_product, (BATCHES, SIDES, OPERANDS, EITHER, EITHER, EITHER)),
+    (triangle, (BATCHES, SIDES, OPERANDS, EITHER, EITHER, EITHER)),
 ]
 
 
@@ -261,7 +260,7 @@ def test_without_the_interpreter_tensors_of_a_cpu_are_refused(case, monkeypatch)
         case.run(**case.make(REFUSED))
 
 
-@pytest.mark.parametrize("case", [c for c in EVERY if c not in RENAMED_ARGUMENTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def test_a_wrong_tensor_raises_with_its_name(case):
     i = case.make(REFUSED, variant=None)
     for name in (k for k in whole_tensors(i) if k != "W"):  # of which a kernel has the address

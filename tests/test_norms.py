@@ -8,7 +8,8 @@ from prokl.backends.torch_pairs import PairedAlgebra as TorchPairs
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.backends.triton_pairs import PairedAlgebra as TritonPairs
 from prokl.kernels import launch
-from prokl.kernels.symmetric_product import gram, normalised_gram
+from prokl.kernels.gram import normalised_gram
+from prokl.kernels.symmetric_product import symmetric_product
 from prokl.pair import Pair
 from tests.kernel_cases import DEVICE, gaps
 
@@ -28,11 +29,13 @@ def test_a_gram_matrix_is_normalised_or_zero_if_negligible(parts):
     energy[4] = torch.finfo(torch.float32).max / (2 * parts)
     squares = torch.stack((energy, size, whole))
     X, c = (torch.randn(5, *shape, generator=torch.Generator().manual_seed(4)).to(DEVICE) for shape in ((70, 20), ()))
-    D, inverse, scaled = normalised_gram(X, squares, 1e-6, c)
-    assert (inverse[1:] == 0).all() and torch.equal(scaled, inverse * c) and torch.equal(D, gram(X, inverse))
+    D, square, scaled = normalised_gram(X, squares, 1e-6, c)
+    inverse = square.sqrt()  # which is what was squared
+    assert (inverse[1:] == 0).all() and torch.equal(scaled, inverse * c)
+    assert torch.equal(D, symmetric_product(X, alpha=square)) and torch.equal(D, D.mT)
     # Nine levels of a sum of 512, and two tiles of it, half an eps each, halved by the root, rounded twice itself.
     assert float(inverse[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=1e-6)
-    assert all(map(torch.equal, normalised_gram(gaps(X), gaps(squares), 1e-6, gaps(c)), (D, inverse, scaled)))
+    assert all(map(torch.equal, normalised_gram(gaps(X), gaps(squares), 1e-6, gaps(c)), (D, square, scaled)))
 
 
 def test_wrong_squares_raise_with_their_shape():

@@ -75,7 +75,7 @@ class Case:
         library: from inputs, the call of the library's own product in the place of this, on CUDA alone.
         dtypes: to compile a kernel for.
         timed: dtypes to time.
-        module: of the kernel, if the case is one.
+        module: of the kernel's tiles and of what chooses one, if the case is a kernel.
         operand: dtype whose tiles are all compiled, "pair" for those of pairs; empty for the launcher's own choice
             alone.
         narrow: whether a program of the kernel holds all of r.

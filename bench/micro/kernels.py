@@ -30,13 +30,13 @@ from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots
-from prokl.kernels import admit, momentum, product, project, split, symmetric_product, turn, weigh
+from prokl.kernels import admit, momentum, product, project, split, triangle, turn, weigh
 from prokl.pair import Operand, Pair, parts
 
 BOTH = (FP32, BF16)
 STATES = (FP32, BF16_STATE, FP64)
 """Dtypes of operations that read the momentum."""
-GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product}
+GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": triangle}
 GRAM |= {"operand": "polar", "polar": True}
 """Settings of Newton-Schulz's products of Gram matrices."""
 PAIRED: dict[str, Any] = {"balanced": True, "timed": (FP32,)}
@@ -51,7 +51,7 @@ def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields:
     """Return A B, or A A^T where there is one operand; ``more`` are other tensors that it takes."""
     specs = [f"{letter} {spec.strip()}" for letter, spec in zip("AB", operands.split(","), strict=False)]
     scales: dict[str, Any] = {} if "alpha ." in more or not more else {"alpha": 0.05, "beta": 0.95}
-    name_of, module = ("product", product) if len(specs) == 2 else ("symmetric_product", symmetric_product)
+    name_of, module = ("product", product) if len(specs) == 2 else ("symmetric_product", triangle)
     bind = call(name_of, *"AB"[: len(specs)])
     own = {"module": module, "balanced": " pair" in operands} | fields
     return Case(name, tensors(*specs, *more, **scales), bind, **own)
@@ -60,7 +60,7 @@ def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields:
 def symmetric_L_case(name: str, of: str = "", **fields: Any) -> Case:
     """Return the EMA of L from G_perp and from the whitened gradient on the subspace; ``of`` is the factors' dtype."""
     inputs = tensors(f"A mn{of}", f"E mr{of}", "C mm~", "alpha .+", gamma=0.05, beta=0.95)
-    return Case(name, inputs, call("symmetric_products", "A", "E"), module=symmetric_product, **fields)
+    return Case(name, inputs, call("symmetric_products", "A", "E"), module=triangle, **fields)
 
 
 def deep(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
@@ -216,7 +216,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
     symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),
     product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
-    Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=symmetric_product, **PAIRED),
+    Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=triangle, **PAIRED),
     Case("bounded product of a pair", tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF),
          _bounded_product(), module=product, **PAIRED),
     Case("bounded product of a pair, flags unaligned",
@@ -262,7 +262,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product U^T U", "rnT, nr", timed=(FP32,)),
     symmetric_L_case("symmetric L", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     Case("symmetric S and K", tensors("A rmT", "C rr~", alpha=0.05, beta=0.95, ahead=0.95), call("extrapolated", "A"),
-         dtypes=(FP32, FP64), timed=(FP32,), module=symmetric_product),
+         dtypes=(FP32, FP64), timed=(FP32,), module=triangle),
     Case("turn S and Q_S", tensors("T rr", "S rr~", "Q_S rr"), call("turned", "T", "S", "Q_S"), dtypes=(FP32, FP64),
          timed=(FP32,), module=turn, operand="arithmetic"),
     # Products of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
@@ -270,13 +270,13 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric W", "rnT", timed=(FP32,)),
     product_case("product Q Q", "mm, mm", ("C mm",), timed=(FP32,)),
     product_case("product Q^T M", "mmT, mn", timed=(FP32,)),
-    Case("symmetric R Q", tensors("Q mm", "L mm~"), _symmetric_RQ, timed=(FP32,), module=symmetric_product),
-    Case("symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"), **GRAM),
+    Case("symmetric R Q", tensors("Q mm", "L mm~"), _symmetric_RQ, timed=(FP32,), module=triangle),
+    Case("symmetric X", tensors("X mn polar", "alpha .+"), call("symmetric_product", "X"), **GRAM),
     Case("symmetric polynomial", tensors("R mm~ polar"), over(_polynomial), **GRAM),
     Case("shifted polynomial", tensors("R mm~ polar"), over(_shifted_polynomial), **GRAM),
     product_case("product Z X", "mm polar, mn polar", ("C mn polar",), timed=(FP32,), operand="polar", polar=True),
-    newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
-    newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
+    newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=triangle),
+    newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=triangle),
     apply_case("X scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="arithmetic"),
     apply_case("X scale left right active"),
     apply_case("X scale left right", "stochastic", dtypes=(BF16,), operand="arithmetic"),

@@ -20,7 +20,7 @@ def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute Newton-Schulz with products in ``dtype``, scaled to a root mean square of 1."""
     wide = X if X.shape[0] <= X.shape[1] else X.mT
     start = (wide / wide.norm().clamp_min(1e-7)).to(dtype)[None]
-    Y = standard(start, None, (MUON,) * NS_STEPS, Algebra(X.device.type == "cpu"))[0].to(X.dtype)
+    Y = standard(start, 1.0, (MUON,) * NS_STEPS, Algebra(X.device.type == "cpu"))[0].to(X.dtype)
     Y = Y if wide is X else Y.mT
     return Y * (X.numel() ** 0.5 / Y.norm().clamp_min(1e-7))
 

@@ -121,7 +121,7 @@ class Algebra:
         return self.operand(self.product(left, right))
 
     def symmetric_product(
-        self, A: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, A: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
         return self.symmetric_polynomial(A, A, C=C, alpha=alpha, beta=beta)
@@ -133,7 +133,7 @@ class Algebra:
         return self.symmetric_product(A, C=self.symmetric_product(E, C=C, beta=beta, alpha=gamma), alpha=alpha)
 
     def symmetric_polynomial(
-        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right^T + beta C (B,m,m) where that is symmetric, as of polynomials of one matrix.
 
@@ -166,17 +166,14 @@ class Algebra:
 
     # Newton-Schulz.
 
-    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
-        """Return scale^2 X X^T: (B,m,k), (B,) or None for 1, symmetric (B,m,m)."""
-        return self.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
-
-    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return scale^2 X X^T as :meth:`gram` does, for the factor that :meth:`momentum` leaves beside X.
+    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Scale, Tensor]:
+        """Return scale^2 X X^T for the factor that :meth:`momentum` leaves beside X, None for 1.
 
         Returns:
-            The product (B,m,m); the factor (B,), None for 1; and size (B,) times it.
+            The product (B,m,m) of X (B,m,n); the factor's square (B,), or 1; and size (B,) times the factor.
         """
-        return self.gram(X, scale), scale, size if scale is None else scale * size
+        square = 1.0 if scale is None else scale.square()
+        return self.symmetric_product(X, alpha=square), square, size if scale is None else scale * size
 
     def shifted_polynomial(
         self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float

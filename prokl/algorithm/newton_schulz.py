@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.polynomials import Polynomial
+from prokl.algorithm.types import Scale
 
 GRAM_RUN = 2
 """Gram iterations between restarts at most. In half precision the Gram matrix of a nearly rank-deficient X has spurious
@@ -54,14 +55,15 @@ def gram_runs(polynomials: Sequence[Polynomial]) -> list[list[Polynomial]]:
 
 
 def standard(
-    X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra, first: list[Tensor] | None = None
+    X: Tensor, square: Scale, polynomials: Sequence[Polynomial], ops: Algebra, first: list[Tensor] | None = None
 ) -> Tensor:
     """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, once a polynomial, from scale X (B,m,n) of norm at most 1.
 
-    A scale stays beside X: what comes out is multiplied by it as well. The first A is taken from ``first``, if there.
+    The scale, of which the ``square`` is given, stays beside X: what comes out is multiplied by it as well. The first A
+    is taken from ``first``, if there.
     """
     for a, b, c in polynomials:
-        A = first.pop() if first else ops.gram(X, scale)
+        A = first.pop() if first else ops.symmetric_product(X, alpha=square)
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         X = ops.product(Z, X, C=X, beta=a)
     return X
@@ -111,15 +113,15 @@ def newton_schulz(
     if gram is None:
         gram = use_gram(X.shape[-2], X.shape[-1])
     Q = None if turn is None else turn.to(X.dtype)
-    *first, scale, size = ops.normalised_gram(X, scale, size)  # a list, from which its only iteration takes the product
+    *first, square, size = ops.normalised_gram(X, scale, size)  # a list, from which one iteration takes the product
     if not gram:
-        X = standard(X, scale, polynomials, ops, first)
+        X = standard(X, square, polynomials, ops, first)
         return X if Q is None else ops.product(Q, X), size
     runs = gram_runs(polynomials)
     for done, run in enumerate(runs, 1):
         if len(run) == 1 and done < len(runs):  # at the same cost without aI, whose rounding a large a would show
-            X = standard(X, scale, run, ops, first)
+            X = standard(X, square, run, ops, first)
         else:
-            factor = gram_factor(first.pop() if first else ops.gram(X, scale), run, ops)
+            factor = gram_factor(first.pop() if first else ops.symmetric_product(X, alpha=square), run, ops)
             X = ops.product(ops.product(Q, factor) if done == len(runs) and Q is not None else factor, X)
     return X, size

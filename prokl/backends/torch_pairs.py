@@ -48,7 +48,7 @@ class PairedAlgebra(Algebra):
         return D if C is None else D + C * per_matrix(beta)
 
     def symmetric_polynomial(
-        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right^T + beta C."""
         if isinstance(left, Tensor) and isinstance(right, Tensor):

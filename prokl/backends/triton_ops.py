@@ -28,6 +28,7 @@ from prokl.backends.rounding import Rounding
 from prokl.kernels import turn
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
+from prokl.kernels.gram import normalised_gram
 from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.product import bounded_product, product, product_with_energies
 from prokl.kernels.project import project
@@ -35,13 +36,11 @@ from prokl.kernels.stack import stack
 from prokl.kernels.store import store
 from prokl.kernels.symmetric_product import (
     extrapolated,
-    gram,
-    normalised_gram,
     shifted_polynomial,
     symmetric_polynomial,
     symmetric_product,
-    symmetric_products,
 )
+from prokl.kernels.two_products import symmetric_products
 from prokl.kernels.usable import usable
 from prokl.kernels.weigh import weigh
 
@@ -94,12 +93,8 @@ class TritonAlgebra(Algebra):
         """Return T^T S T and T^T Q_S, in one launch unless the rank is large."""
         return turn.turned(T, S, Q_S) if T.shape[-1] <= turn.MOST else super().turned(T, S, Q_S)
 
-    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
-        """Return scale^2 X X^T."""
-        return symmetric_product(X) if scale is None else gram(X, scale)
-
-    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return scale^2 X X^T, the scale, and size times it, in one launch."""
+    def normalised_gram(self, X: Tensor, scale: Any, size: Tensor, /) -> tuple[Tensor, Scale, Tensor]:
+        """Return scale^2 X X^T, the square, and size times the scale, in one launch."""
         return (
             normalised_gram(X, *scale, size) if isinstance(scale, Squares) else super().normalised_gram(X, scale, size)
         )
