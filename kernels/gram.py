@@ -53,12 +53,12 @@ def gram_kernel(
     squares_ptr,
     square_ptr,
     factor_ptr,
-    BATCH,
     M,
     K,
     PARTS,
     noise: tl.float64,
     stride_size_b,
+    stride_squares,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,7 +67,7 @@ def gram_kernel(
 ):
     """Compute D = s^2 X X^T, a lower tile and its mirror image a program, where s is what _inverse_norm says.
 
-    X (M, K) and squares (3, BATCH, PARTS) are contiguous; square and factor (BATCH,) take s^2 and size s.
+    X (M, K) and each of three times squares (PARTS,) are contiguous; square and factor take s^2 and size s.
     """
     i_b, i_m, i_n = lower_place(tl.program_id(0), M, TILE)
     o_m = i_m * TILE + tl.arange(0, TILE)
@@ -77,7 +77,7 @@ def gram_kernel(
     acc = add_product(
         acc, X_at, X_at, o_m, o_n, M, M, K, 0, K, 1, 0, 1, K, False, False, OPERAND, SUM, PRECISION, TILE_K
     )
-    s = _inverse_norm(squares_ptr + i_b * PARTS, BATCH * PARTS, PARTS, noise)
+    s = _inverse_norm(squares_ptr + i_b * PARTS, stride_squares, PARTS, noise)
     if i_m == 0:
         tl.store(square_ptr + i_b, s * s)
         tl.store(factor_ptr + i_b, s * tl.load(size_ptr + i_b * stride_size_b).to(tl.float32))
@@ -111,6 +111,7 @@ def normalised_gram(
     X, squares = X.contiguous(), squares.contiguous()
     D = torch.empty((batch, m, m), dtype=X.dtype, device=X.device)
     square, factor = (torch.empty(batch, dtype=torch.float32, device=X.device) for _ in range(2))
-    of_norm = size, squares, square, factor, batch, m, k, squares.shape[2], float(noise), size.stride(0)
-    triangle.start(gram_kernel, D, (X,), operand_dtypes((X,)), tile, X, D, *of_norm)
+    tensors, sizes = (X, D, size, squares, square, factor), (m, k, squares.shape[2])
+    strides = size.stride(0), squares.stride(0)
+    triangle.start(gram_kernel, D, (X,), operand_dtypes((X,)), tile, *tensors, *sizes, float(noise), *strides)
     return D, square, factor

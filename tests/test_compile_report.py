@@ -89,16 +89,18 @@ def test_launches_are_told_apart_by_what_the_jit_specialises_on():
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(ProKLShampoo, rank=128), KLShampoo], ids=["pro", "kl"])
 def test_what_a_balanced_step_launches_is_compiled(optimizer):
-    def key(launch):
-        return tuple(own for own in launch.key if "addresses" not in own[0])
+    """But for numbers of matrices, for which a kernel is compiled once more where 16 does not divide them."""
 
-    missing = set()
+    def key(launch):
+        return tuple(own for own in launch.key if own[0] not in ("B", "stride_addresses_f"))
+
+    compiled, launched = set(map(key, every_launch())), {}
     for dtype in (torch.bfloat16, torch.float32):
         for buckets in trace.steps_of(SETS["gpt2-124m"], dtype, optimizer).values():
             for own in (event.launch for events in buckets for event in events if event.launch):
-                pairs = {"A_LO", "LO", "U_LO"} & {name for name, value in own.constants if value}
-                missing |= {key(own)} if pairs or own.kernel in ("stack", "apply", "split", "store") else set()
-    assert missing and missing <= set(map(key, every_launch()))
+                launched.setdefault(key(own), str(own))
+    missing = [name for its, name in launched.items() if its not in compiled]
+    assert launched and missing == []
 
 
 LOG = """

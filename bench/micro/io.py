@@ -119,8 +119,6 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
 
 def _apply(mode: str = "plain", **decay: bool) -> Bind:
     def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Tensor]]:
-        if "scale" in i:  # a column of two, as normalised_gram leaves it
-            i["scale"] = torch.stack([i["scale"]] * 2, dim=1)[:, 1]
         own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:4]), **decay)
 
         def run() -> list[Tensor]:

@@ -25,7 +25,7 @@ from bench.micro.case import (
     tensors,
 )
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
-from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H, settings
+from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H, basis, settings
 from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
@@ -159,6 +159,7 @@ def _momentum(
 
     def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
         a_L, h = i["a_L"], settings(variant=variant, ns_dtype=i["dtype"])
+        aspect_scale = a_L[:, 0].clone()
         roots = Roots(a_L, a_L, a_L[:, 0])
         admitted = Admitted(i.get("scale"), roots, roots, a_L, a_L, a_L[:, 0], {}, None, None)
 
@@ -166,7 +167,7 @@ def _momentum(
             M, X, scale = ops.momentum(i["G"], i["M"], i["G_par"], i["U"], admitted, h, i.get("active"))
             if variant != "pro-klshampoo":
                 return [M] if X is None else [M, X]
-            R, _, size = ops.normalised_gram(X, scale, a_L[:, 0])
+            R, _, size = ops.normalised_gram(X, scale, aspect_scale)
             return [M, R, Direction(X, size)]
 
         return run
@@ -241,7 +242,7 @@ KERNELS: tuple[Case, ...] = (
     Case("residual", tensors("G mn", "G_tilde mr", "U nr"), over(_residual),
          dtypes=(FP32, FP64), timed=(FP32,), module=product),
     Case("admit kernel",
-         tensors("A mr", "G_tilde mr", "e_res m+", "M_Q . momentum",
+         tensors("A mr", "G_tilde mr", "e_res 6m+", "M_Q . momentum",
                  "inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "lambda_0 .+"),
          over(_admit), dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,), module=admit),
     Case("weigh", tensors(*WEIGHED, "scale ."), over(_weighed), dtypes=(FP32, FP64), timed=(FP32,), module=weigh,
@@ -268,7 +269,8 @@ KERNELS: tuple[Case, ...] = (
     # Products of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
     product_case("product V F", "nr, rr", ("alpha .",), timed=(FP32,)),
     product_case("symmetric W", "rnT", timed=(FP32,)),
-    product_case("product Q Q", "mm, mm", ("C mm",), timed=(FP32,)),
+    Case("orthonormal", lambda s, d, draw: {"Q": basis(s.m, s.m, s.B, draw)[1].to(d.arithmetic)},
+         call("orthonormal", "Q"), timed=(FP32,), module=product),
     product_case("product Q^T M", "mmT, mn", timed=(FP32,)),
     Case("symmetric R Q", tensors("Q mm", "L mm~"), _symmetric_RQ, timed=(FP32,), module=triangle),
     Case("symmetric X", tensors("X mn polar", "alpha .+"), call("symmetric_product", "X"), **GRAM),
