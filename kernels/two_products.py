@@ -31,6 +31,9 @@ def two_products_kernel(
     beta: tl.float64,
     stride_A_lo,
     stride_E_lo,
+    stride_C_b,
+    stride_C_m,
+    stride_C_n,
     stride_alpha_b,
     LO: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -41,7 +44,7 @@ def two_products_kernel(
 ):
     """Compute D = alpha A A^T + gamma E E^T + beta C, a lower tile and its mirror image a program.
 
-    A (M, K) and E (M, K_OF_E), both pairs where LO, and C and D (M, M) are contiguous.
+    A (M, K) and E (M, K_OF_E), both pairs where LO, and D (M, M) are contiguous; C (M, M) has any strides.
     """
     i_b, i_m, i_n = lower_place(tl.program_id(0), M, TILE)
     o_m = i_m * TILE + tl.arange(0, TILE)
@@ -59,10 +62,11 @@ def two_products_kernel(
             acc, at, at, o_m, o_n, M, M, depth, lo, depth, 1, lo, 1, depth, LO, LO, OPERAND, SUM, PRECISION, TILE_K
         )
         acc *= tl.where(of_E, gamma, alpha / gamma)
-    to = i_b * M * M
+    D_at = D_ptr + i_b * M * M
     store_symmetric(
-        acc, 1.0, C_ptr + to, beta, D_ptr + to, D_ptr, 0.0, 0.0, i_m, i_n, M, M, 1, True, False, False, TILE
-    )
+        acc, 1.0, C_ptr + i_b * stride_C_b, beta, D_at, D_at, 0.0, 0.0, i_m, i_n, M,
+        stride_C_m, stride_C_n, True, False, False, TILE,
+    )  # fmt: skip
 
 
 def symmetric_products(
@@ -86,12 +90,13 @@ def symmetric_products(
     given: launch.Shapes = {"A": (A, (batch, m, k)), "E": (E, (batch, m, l_of_E)), "C": (C, (batch, m, m))}
     launch.check(device, given | {"alpha": (alpha, (batch,))})
     A, E = (Pair(t.both.contiguous()) if isinstance(t, Pair) else t.contiguous() for t in (A, E))
-    (A_hi, A_lo, paired), (E_hi, E_lo, _), C = stored(A), stored(E), C.contiguous()
+    (A_hi, A_lo, paired), (E_hi, E_lo, _) = stored(A), stored(E)
     assert E_hi.dtype == A_hi.dtype
     dtypes = operand_dtypes((A, E), C)
     A_hi, E_hi = (launch.multiplicable(t, dtypes[0]) for t in (A_hi, E_hi))
     D = torch.empty((batch, m, m), dtype=torch.float32 if isinstance(A, Pair) else A.dtype, device=device)
-    sizes = m, k, l_of_E, float(gamma), float(beta), A_lo, E_lo, alpha.stride(0)
     read = A_hi, E_hi, C
-    triangle.start(two_products_kernel, D, read, dtypes, tile, *read, D, alpha, *sizes, LO=paired)
+    sizes, strides = (m, k, l_of_E), (A_lo, E_lo, *C.stride(), alpha.stride(0))
+    numbers = float(gamma), float(beta)
+    triangle.start(two_products_kernel, D, read, dtypes, tile, *read, D, alpha, *sizes, *numbers, *strides, LO=paired)
     return D
