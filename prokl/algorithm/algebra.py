@@ -351,7 +351,7 @@ class Algebra:
             return qr.signed_qr(self.product(S, Q))[0]
         return qr.cholesky_coordinates(S, Q, self.product)
 
-    def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Factor, Tensor, Tensor]:
+    def refreshed(self, F: Tensor, Q_F: Factor) -> tuple[Factor, Tensor, Tensor]:
         """Do (5) of a factor that is kept in its own basis: qr(F_w Q_F) = Q_F qr(F), as F_w Q_F = Q_F F.
 
         Where F has rows of zeros, the QR leaves them as they are. A step of Newton-Schulz's iteration gives back the
@@ -359,7 +359,7 @@ class Algebra:
 
         Args:
             F: the factor in the basis, Q_F^T F_w Q_F (B,k,k), with F_w in the weight's coordinates.
-            Q_F: orthonormal columns (B,k,k).
+            Q_F: orthonormal columns (B,k,k), as products take them.
 
         Returns:
             Q = qr(F), as products take it, by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.

@@ -88,8 +88,9 @@ def step(
 def refresh(ops: Algebra, state: State) -> State:
     """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. T has left Q_S not orthogonal before."""
     second = ops.second_stream(state["S"])
-    Q, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
-    M = ops.product(Q.mT, ops.operand(state["M_Q"].to(Q_L.dtype)))
+    Q_L, M = ops.operands(state["Q_L"], state["M_Q"].to(state["Q_L"].dtype))
+    Q, Q_L, L = ops.refreshed(state["L_Q"], Q_L)
+    M = ops.product(Q.mT, M)
     with second:
         Q_S = ops.coordinates_qr(state["S"], state["Q_S"])
     return {"Q_L": Q_L, "L_Q": L, "M_Q": M, "Q_S": Q_S}
