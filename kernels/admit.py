@@ -34,9 +34,11 @@ class AdmitOutputs(NamedTuple):
     columns: Tensor
     """(3,B,r): likewise of S."""
     scalars: Tensor
-    """(5,B): c, that of mu as the direction takes it and the new one, the weight of G_perp G_perp^T in L, lambda_0."""
+    """(5,B): c, that of mu as the direction takes it and the new one, the weight of G_perp G_perp^T in L, lambda_0.
+
+    Without a decision c holds nothing, and without one or a lambda_0 given neither does lambda_0."""
     flags: Tensor
-    """(2,B), bool: whether the gradient is evidence, whether something was bounded."""
+    """(2,B), bool: whether the gradient is evidence, whether something was bounded; without a decision nothing."""
 
 
 @triton.jit
@@ -111,7 +113,7 @@ def admit_kernel(
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and c times those
     damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, weight_L, lambda_0; flags (2, B) evident,
     bounded. sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored.
-    TILE_R holds all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
+    TILE_R holds all columns. TILE_M rows of A are worked on at a time, and TILE_V of what has a number a row.
     """
     i_b = tl.program_id(0).to(tl.int64)
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
@@ -309,7 +311,7 @@ def admit(
             float(damping),
             float(n),
             *(float(x) for x in ceilings),
-            (n / largest) ** 0.5,
+            (n / largest) ** 0.5,  # as evidence.in_range
             float(largest),
             *(stride for t in (A, G_tilde, e_res, *read[:3]) for stride in t.stride()),
             *(t.stride(0) for t in read[3:]),
