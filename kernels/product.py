@@ -1,8 +1,8 @@
 """Batched matrix product with an addend, scales, the energies of rows and a bound; in PyTorch: ``torch.baddbmm``.
 
 Factors are tensors or pairs of bfloat16 (:class:`prokl.pair.Pair`), whose product is the sum of the products
-of their halves but for lo lo: one loop after another, each over plain bfloat16 that nothing touches between its copy
-into shared memory and the tensor cores.
+of their halves but for lo lo: one after another, each over plain bfloat16 that nothing touches between its copy into
+shared memory and the tensor cores.
 
 batch: matrices; M: rows; N: columns; K: depth.
 """
@@ -41,7 +41,6 @@ def product_kernel(
     C_ptr,
     D_ptr,
     alpha_ptr,
-    beta_ptr,
     energy_ptr,
     bounded_ptr,
     clipped_ptr,
@@ -66,7 +65,6 @@ def product_kernel(
     stride_C_n,
     stride_D_lo,
     stride_alpha_b,
-    stride_beta_b,
     A_LO: tl.constexpr,
     B_LO: tl.constexpr,
     D_LO: tl.constexpr,
@@ -74,7 +72,6 @@ def product_kernel(
     ENERGY: tl.constexpr,
     BOUNDED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
-    BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -116,9 +113,10 @@ def product_kernel(
     PARTS: tl.constexpr = (4 if ENERGY else 2) if TILE_N > 64 else 1
     columns = (acc, acc, acc, acc)
     if PARTS > 1:
-        columns = halves_of_columns(acc) + halves_of_columns(acc)
-    if PARTS == 4:
-        columns = halves_of_columns(columns[0]) + halves_of_columns(columns[1])
+        left, right = halves_of_columns(acc)
+        columns = (left, right, left, right)  # of which two are stored
+        if PARTS == 4:
+            columns = halves_of_columns(left) + halves_of_columns(right)
     if BOUNDED:
         sums = tl.zeros((BOUND_TILE,), tl.float64)
         for first_part in range(0, PARTS_OF_B, BOUND_TILE):
@@ -139,7 +137,7 @@ def product_kernel(
         if HAS_C:
             C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o[None, :] * stride_C_n
             c = tl.load(C_at, mask, 0.0).to(SUM)
-            d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
+            d += c * tl.full((), beta, SUM)
         if ENERGY:
             squares += tl.sum(d * d, 1)  # outside the matrix d is zero
         store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
@@ -148,7 +146,7 @@ def product_kernel(
 
 
 BOUND_TILE: tl.constexpr = tl.constexpr(512)  # energies that a program holds at a time
-GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips instead of 64 + 64
+GROUP = 8  # rows of tiles: 64 programs read 8 strips of A and 8 of B, where along a row they would read 1 and 64
 
 # Wide tiles do most arithmetic for a byte read. 128 divides m = 768 and 3072; (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision, so that two programs fit a processor of sm_90. On an H200 four warps took 0.71 to
@@ -202,19 +200,19 @@ def _launch(
     B: Operand,
     C: Tensor | None,
     alpha: float | Tensor,
-    beta: float | Tensor,
+    beta: float,
     tile: Tile | None,
     out_dtype: torch.dtype | None,
     energy: bool = False,
     bound: Bound | None = None,
 ) -> tuple[Operand, Tensor]:
-    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows, or the count of a bound.
+    """Launch the kernel; return D, a pair without a dtype, and the parts of its rows' energies or a bound's count."""
     (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
     batch, m, k = launch.matrices("A", A)
     n, device = launch.matrices("B", B)[2], A_hi.device
     given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, k, n)), "C": (C, (batch, m, n))}
-    launch.check(device, given | scales(batch, alpha=alpha, beta=beta))
-    if not isinstance(beta, Tensor) and beta == 0:
+    launch.check(device, given | scales(batch, alpha=alpha))
+    if beta == 0:
         C = None
     sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
@@ -235,7 +233,6 @@ def _launch(
         count = torch.empty(batch, dtype=bound.clipped.dtype, device=device)
         flags = (bound.energies, bound.bounded.contiguous(), bound.clipped.contiguous(), count)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
-    beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     if batch:
         # A square contracted into a sum across lanes would leave each lane its own rounding of one number.
         fusion = {"enable_fp_fusion": False} if energy or bound else {}
@@ -248,14 +245,13 @@ def _launch(
             A_hi if C is None else C,  # not read
             D_hi,
             alpha_at,
-            beta_at,
             *flags,
             m,
             n,
             k,
             0 if bound is None else bound.energies[:1].numel(),
             alpha_value,
-            beta_value,
+            float(beta),
             0.0 if bound is None else float(bound.largest),
             A_lo,
             *A_hi.stride(),
@@ -264,7 +260,6 @@ def _launch(
             *((0, 0, 0) if C is None else C.stride()),
             D_lo,
             stride_alpha,
-            stride_beta,
             A_LO=has_A_lo,
             B_LO=has_B_lo,
             D_LO=has_D_lo,
@@ -272,7 +267,6 @@ def _launch(
             ENERGY=energy,
             BOUNDED=bound is not None,
             ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
-            BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
             OPERAND=TRITON_DTYPES[operand],
             SUM=TRITON_DTYPES[sum_dtype],
             PRECISION=launch.input_precision(operand),
@@ -293,7 +287,7 @@ def product(
     *,
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
+    beta: float = 1.0,
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -307,9 +301,9 @@ def product(
     Args:
         A: left factors (batch,m,k).
         B: right factors (batch,k,n).
-        C: addends (batch,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
+        C: addends (batch,m,n), or None. Not read where ``beta`` is 0, as in ``torch.baddbmm``.
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
-        beta: likewise, scale of C.
+        beta: scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
         tile: block sizes, by default from the sizes and the dtypes.
 

@@ -248,8 +248,7 @@ def of_product(s: Sizes) -> Roundings:
 
 
 ADDENDS = (
-    {}, {"C": "mr", "alpha": 0.3, "beta": -1.7}, {"C": "mr", "alpha": ".+", "beta": ".+"},
-    {"C": "mr", "alpha": ".+", "beta": 0.1}, {"alpha": 2.0, "beta": ".+"},
+    {}, {"C": "mr", "alpha": 0.3, "beta": -1.7}, {"C": "mr", "alpha": ".+", "beta": 0.1}, {"alpha": "."},
 )  # fmt: skip
 FACTOR_TILES = {HALF: product.TILES_HALF, SINGLE: product.TILES_FP32, DOUBLE: product.TILES_FP64}
 PRODUCT = KernelCase(
@@ -306,9 +305,7 @@ PAIRED_BOUNDED = replace(
 
 
 SYMMETRIC_TILES = {HALF: triangle.TILES_HALF, SINGLE: triangle.TILES_FP32, DOUBLE: triangle.TILES_FP64}
-OWN_ADDENDS = (
-    {}, {"C": "mm", "alpha": 0.3, "beta": -1.7}, {"C": "mm", "alpha": ".+", "beta": 0.1}, {"alpha": "."},
-)  # fmt: skip
+OWN_ADDENDS = tuple({k: v.replace("r", "m") if k == "C" else v for k, v in own.items()} for own in ADDENDS)
 SYMMETRIC = KernelCase(
     "symmetric product", lambda **i: [symmetric_product.symmetric_product(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT))], {"A": "mn"}, lambda s: [(s.n + 6, 1)],

@@ -57,14 +57,11 @@ def test_a_result_is_rounded_once_to_the_dtype_asked_for(case, operands, out):
 
 
 @BOTH
-def test_a_zero_beta_leaves_the_addend_unread_if_a_number(case):
+def test_a_zero_beta_leaves_the_addend_unread(case):
     i = case.make(Sizes(2, 20, 24, 40), variant=2)
     i["C"][0] = torch.nan
     without = case.run(**{k: t for k, t in i.items() if k not in ("C", "beta")})
     assert torch.equal(case.run(**(i | {"beta": 0}))[0], without[0])
-    if case is PRODUCT:  # which takes one a matrix
-        got = case.run(**(i | {"beta": torch.zeros(2, device=DEVICE)}))[0]
-        assert got[0].isnan().all() and torch.equal(got[1], without[0][1])
 
 
 def test_a_symmetric_product_times_zero_is_zero():

@@ -12,7 +12,7 @@ SIZES = (1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL, 3 * PANEL + 5)
 WEIGHTS = {
     "plain": {},
     "numbers": {"alpha": 0.7, "beta": -2.0},
-    "per matrix": {"alpha": torch.tensor([0.7, 0.0]).double(), "beta": torch.tensor([1.0, 3.0]).double()},
+    "per matrix": {"alpha": torch.tensor([0.7, 0.0]).double(), "beta": 3.0},
 }
 
 

@@ -105,12 +105,12 @@ class Algebra:
         return t
 
     def product(
-        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n)."""
-        if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        if isinstance(alpha, Tensor):
             D = (left @ right).mul_(per_matrix(alpha))
-            return D if C is None else D.add_(C if isinstance(beta, float) and beta == 1 else C * per_matrix(beta))
+            return D if C is None else D.add_(C if beta == 1 else C * beta)
         if C is not None:
             return torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
         D = left @ right

@@ -39,13 +39,13 @@ class PairedAlgebra(Algebra):
         return factor.hi
 
     def product(
-        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(left, Tensor) and isinstance(right, Tensor):
             return super().product(left, right, C=C, alpha=alpha, beta=beta)
         D = product(left, right) * per_matrix(alpha)
-        return D if C is None else D + C * per_matrix(beta)
+        return D if C is None else D + C * beta
 
     def symmetric_polynomial(
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0

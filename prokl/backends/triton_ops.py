@@ -81,7 +81,7 @@ class TritonAlgebra(Algebra):
         return SecondStream(t.device, priority=-1) if t.is_cuda and self.use_cuda_qr else nullcontext()
 
     def product(
-        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         plain = C is None and isinstance(alpha, float) and alpha == 1

@@ -32,7 +32,7 @@ class PairedAlgebra(TritonAlgebra, torch_pairs.PairedAlgebra):
         return split(t)
 
     def product(
-        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(left, Pair) or isinstance(right, Pair):
