@@ -1,4 +1,4 @@
-"""All that an admitted gradient is on the subspace, weighed and split as products take it: ``Algebra.weighed``.
+"""All that an admitted gradient is on the subspace, weighed and split as products take it: ``Algebra.subspace_parts``.
 
 B: matrices; M: short side; R: rank.
 """

@@ -78,7 +78,7 @@ def off(name, found, wanted):
         found, wanted = (
             [M, Direction(X.whole() if hasattr(X, "whole") else X, scale)] for M, X, scale in (found, wanted)
         )
-    if name == "weighed" and isinstance(found[1], tuple):  # with its energies
+    if name == "subspace_parts" and isinstance(found[1], tuple):  # with its energies
         found = [found[0], found[1][0], *found[2:]]
     errors = []
     for x, y in zip(flat(found), flat(wanted), strict=True):

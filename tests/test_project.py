@@ -59,7 +59,7 @@ def test_a_matrix_in_the_subspace_leaves_no_complement(balanced):
     for complement in (0.0, 2 * noise):
         X = (G + complement * G.norm(dim=2, keepdim=True) * basis[r]).float()
         M = torch.zeros_like(X)
-        G_par = ops.weighed(ops.projections(X, M, U, eye), admitted, h, eye, 1.0)[0]
+        G_par = ops.subspace_parts(ops.projections(X, M, U, eye), admitted, h, eye, 1.0)[0]
         _, found, _ = ops.momentum(X, M, G_par, U, admitted, h, None)
         assert [bool(x.any()) for x in found] == [complement > 0] * 2
 

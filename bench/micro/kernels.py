@@ -129,7 +129,7 @@ def _weighed(
 ) -> list[Any]:
     used = Roots(rows, columns, rows[:, 0])
     admitted = Admitted(scale, used, used, rows, columns, rows[:, 0], {}, None, None)
-    G_par, T, *others = ops.weighed(Projected(*(i[key] for key in "GMABG")), admitted, H, Q_S, 0.7)
+    G_par, T, *others = ops.subspace_parts(Projected(*(i[key] for key in "GMABG")), admitted, H, Q_S, 0.7)
     return [G_par, T[0] if ops.name == "triton" else ops.operand(T), *others]
 
 

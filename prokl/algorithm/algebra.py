@@ -213,7 +213,7 @@ class Algebra:
         """
         return evidence.admit(A, G_tilde, e_res, state, h, n)
 
-    def weighed(
+    def subspace_parts(
         self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
     ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
@@ -282,7 +282,7 @@ class Algebra:
         clipped: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return left T (B,m,k) for T of :meth:`weighed`, brought down to the norm ``largest`` where it is beyond.
+        """Return left T (B,m,k) for T of :meth:`subspace_parts`, brought down to the norm ``largest`` if it is beyond.
 
         Also ``clipped`` (B,), plus 1 where T was beyond, and where ``bounded`` (B,), bool; where that is None nothing
         is brought down. Norms are in float64 where there is one: squares of whitened float32 may overflow.

@@ -36,7 +36,7 @@ def step(
     G_perp, e_res = ops.residual(G, projected.factor, U_)
     admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
     alpha_sub = h.direction_scale * h.alpha_kl
-    G_par, D_sub, A_white, Z, Y = ops.weighed(projected, admitted, h, Q_S, alpha_sub)
+    G_par, D_sub, A_white, Z, Y = ops.subspace_parts(projected, admitted, h, Q_S, alpha_sub)
 
     second = ops.second_stream(G)  # of (3) and (4), which read nothing that (1) and (2) write
 

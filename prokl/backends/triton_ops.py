@@ -110,7 +110,7 @@ class TritonAlgebra(Algebra):
         """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
         return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
 
-    def weighed(
+    def subspace_parts(
         self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
     ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
         """Return G^par, T with parts of its energy, A diag(c_S), Z and Y in one launch, factors split as stored."""
