@@ -77,6 +77,10 @@ READ = {
         of_class("Phi3Attention", qkv_proj=linear(8, 24), head_dim=2, num_key_value_heads=4),
         [(False, 3)],
     ),
+    "Phi-3, with fewer outputs": (
+        of_class("Phi3Attention", qkv_proj=linear(8, 16), head_dim=2, num_key_value_heads=4),
+        [WHOLE],
+    ),
     "Phi-3, without the sizes": (of_class("Phi3Attention", qkv_proj=linear(8, 16)), [WHOLE]),
     "timm": (of_class("Attention", "timm.layers.attention", qkv=linear(8, 24)), [(False, 3)]),
     "an attention elsewhere": (of_class("Attention", "elsewhere", qkv=linear(8, 24)), [WHOLE]),

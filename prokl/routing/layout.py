@@ -92,7 +92,7 @@ def fused(o: Owner, rows: int) -> Split:
     if rule != "grouped":
         return rule
     head, shared = getattr(holder, "head_dim", None), getattr(holder, "num_key_value_heads", None)
-    if not (isinstance(head, int) and isinstance(shared, int)) or not 0 < 2 * head * shared < rows:
+    if not (isinstance(head, int) and isinstance(shared, int)):
         return None
     sizes = (rows - 2 * head * shared, head * shared, head * shared)
     return 3 if len(set(sizes)) == 1 else sizes
