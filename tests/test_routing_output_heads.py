@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, routes
+from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, of_class, routes
 
 
 def answering(method, answer, **parts):
@@ -217,6 +217,7 @@ def test_heads_of_models(model, heads):
 
 TAKERS = [linear(7, 5), nn.LayerNorm(7), nn.Conv2d(7, 5, 3), nn.ConvTranspose2d(7, 5, 3), nn.LSTM(7, 3)]
 TAKERS += [nn.MultiheadAttention(7, 1), nn.Embedding(3, 7), nn.Conv2d(14, 4, 3, groups=2)]
+TAKERS += [of_class("OwnConv1d", weight=torch.zeros(5, 7, 3))]
 
 
 @pytest.mark.parametrize("taken_by", TAKERS, ids=lambda module: type(module).__name__)
