@@ -214,7 +214,7 @@ def test_fused_adamw_takes_channels_last_as_in_one_process(pools):
 
 def without_a_setting():
     run = Run("ddp", shapes=TWO).train(0, 3)
-    del run.optimizer.param_groups[0]["momentum"]
+    del run.optimizer.param_groups[0]["rank"]
     return message(run.step, 3)
 
 
@@ -222,8 +222,8 @@ def test_a_group_without_a_setting_is_told_as_in_one_process(pools):
     for error in pools[2].run(without_a_setting):
         assert error == (
             "ValueError",
-            "Group 0 has no momentum, which algorithm='matrix' needs, by default 0.9: set it back. If the algorithm "
-            "was changed, set that back, or make a new optimizer.",
+            "Group 0 has no rank, which algorithm='matrix' needs, by default 3: set it back. If the algorithm was "
+            "changed, set that back, or make a new optimizer.",
         )
 
 
