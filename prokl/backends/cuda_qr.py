@@ -310,6 +310,8 @@ def _qr(A: Tensor) -> tuple[Tensor, Tensor]:
         )
     if A.dtype not in DTYPES:
         raise TypeError(f"Invalid A.dtype={A.dtype}: must be one of {tuple(DTYPES)}. Convert with A.float().")
+    if A.numel() > 0 and A.shape[2] > 1 and A.stride(-1) != 1:
+        raise ValueError(f"Invalid A.stride()={A.stride()}: must end in 1. Pass A.contiguous().")
     _functions(extension.load()[0], A.device, A.dtype)
     return _factorised(_products(A.device), A, None)
 
