@@ -96,7 +96,7 @@ def sites(folder):
             line, code = line.strip(), code[indentation:].rstrip()
             for kind, pattern in KINDS.items():
                 for part in re.finditer(pattern, code):
-                    new = line[: part.start()] + changed(kind, part[0]) + line[part.end() :]
+                    new = line[: part.start()] + changed(kind, line[part.start() : part.end()]) + line[part.end() :]
                     found[kind].append(Mutation(str(path.relative_to(ROOT)), row, kind, line, new))
     return found
 

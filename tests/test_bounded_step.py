@@ -204,3 +204,16 @@ def test_a_momentum_in_the_complement_alone_is_bounded(backend):
     usual = (6 * 10) ** 0.5  # the norm of a whitened momentum whose entries are 1, of gain 1
     assert float((p.detach() - before).norm()) <= 0.1 * (2 * evidence.MOMENTUM_CLIP_FACTOR * usual)
     assert optimizer.clipped()["parameter 0 of group 0"] == count + 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_momentum_in_the_subspace_alone_is_bounded(backend):
+    p, optimizer = grown(PRO, {"rank": 3, "alpha_kl": 0.5}, backend)
+    state = optimizer.state[p]
+    state["M_Q"].copy_(1e3 * normal(6, 10, seed=50) @ state["U"] @ state["U"].mT)
+    before, count = p.detach().clone(), optimizer.clipped()["parameter 0 of group 0"]
+    train(optimizer, [30])
+    subspace = 0.5 * evidence.MOMENTUM_CLIP_FACTOR * (6 * 3) ** 0.5 / (1 - 0.9)  # of a gain of 1 / (1 - momentum)
+    complement = 1.2 * 6**0.5  # Newton-Schulz brings singular values to 1.2 at most
+    assert float((p.detach() - before).norm()) <= 0.1 * (subspace + complement)
+    assert optimizer.clipped()["parameter 0 of group 0"] == count + 1

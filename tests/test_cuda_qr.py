@@ -144,6 +144,13 @@ def test_an_empty_batch_is_empty(extension_on_cpu):
     assert cuda_qr.qr(torch.zeros(0, 500, 130)).Q.shape == (0, 500, 130)
 
 
+def test_a_single_column_of_any_stride_is_taken(extension_on_cpu):
+    column = draw("tracking", "random", (2, 20, 3))[0][..., 1:2]
+    assert column.stride(-2) == 3
+    Q = cuda_qr.qr(column.mT.contiguous().mT[:, ::2]).Q
+    assert torch.allclose(Q, column[:, ::2] / column[:, ::2].norm(dim=1, keepdim=True))
+
+
 A = torch.zeros(2, 6, 3)
 
 

@@ -212,19 +212,26 @@ def test_fused_adamw_takes_channels_last_as_in_one_process(pools):
         assert_same(found, expected)
 
 
-def without_a_setting():
+def without_a_setting(key):
     run = Run("ddp", shapes=TWO).train(0, 3)
-    del run.optimizer.param_groups[0]["rank"]
+    del run.optimizer.param_groups[0][key]
     return message(run.step, 3)
 
 
-def test_a_group_without_a_setting_is_told_as_in_one_process(pools):
-    for error in pools[2].run(without_a_setting):
-        assert error == (
-            "ValueError",
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        (
+            "rank",
             "Group 0 has no rank, which algorithm='matrix' needs, by default 3: set it back. If the algorithm was "
             "changed, set that back, or make a new optimizer.",
-        )
+        ),
+        ("algorithm", "Invalid algorithm=None: must be one of ('matrix', 'adamw')."),
+    ],
+)
+def test_a_group_without_a_setting_is_told_as_in_one_process(key, says, pools):
+    for error in pools[2].run(without_a_setting, key):
+        assert error == ("ValueError", says)
 
 
 def without_memory():

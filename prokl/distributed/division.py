@@ -173,6 +173,8 @@ class Division:
         built_on, self._built_on = self._built_on, None
         stands = outer.stands(built_on)
         if not stands:
+            for index in range(len(outer.groups)):
+                outer.check_group(index)
             self._stepped = [*weights_of(outer.groups)]
         for one in self._stepped:  # what all ranks refuse alike, and before any waits
             check_gradient(one, is_stepped=False)  # stand-ins are looked at where they step
@@ -201,9 +203,7 @@ class Division:
         return messages
 
     def _follow(self, outer: Engine) -> None:
-        """Check what has changed in groups, weights or state since the last step, and update the stand-ins."""
-        for index in range(len(outer.groups)):
-            outer.check_group(index)
+        """Follow what has changed in groups, weights or state since the last step, and update the stand-ins."""
         self.update(outer)
         outer.inherit(self._stepped)
         for p, weight in self.weights.items():  # a weight and its stand-in share an entry of state
