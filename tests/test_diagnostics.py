@@ -1,7 +1,5 @@
 """Diagnostics read the state of a live optimizer, name it, and leave it alone."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -76,7 +74,6 @@ def test_there_is_nothing_to_tell_before_the_first_step(cls, kwargs):
     optimizer = cls([("p", p)], **kwargs)
     found = (optimizer.clipped, optimizer.skipped, *(lambda f=f: f(optimizer) for f in READERS))
     assert [f() for f in found] == [{}] * len(found)
-    assert diagnostics.plot(optimizer).axes == []
     step(optimizer, [p], [normal(6, 10)])
     assert optimizer.clipped() == optimizer.skipped() == {"p": 0} and all(f() for f in found)
 
@@ -176,7 +173,7 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-ALL_FIGURES, RANK_FIGURES = ("scalars", "spectra", "phi", "plot"), ("spectra", "plot")
+ALL_FIGURES, RANK_FIGURES = ("scalars", "spectra", "phi"), ("spectra",)
 WRONG = {
     "another model": (
         ALL_FIGURES,
@@ -230,23 +227,3 @@ def test_a_tail_that_is_not_there_is_refused():
         for rank in (3, -1):
             with pytest.raises(ValueError, match=f"Invalid rank={rank}: must be an integer from 0 to 2"):
                 function(rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_the_picture_shows_every_spectrum_and_its_tail(cls, kwargs, tmp_path):
-    _, optimizer = run(cls, gradient_stream(SHAPES, 4), **kwargs)
-    figure = diagnostics.plot(optimizer, tmp_path / "spectra.png", rank=3)
-    assert (tmp_path / "spectra.png").read_bytes()[:4] == b"\x89PNG"
-    lines = [line for axes in figure.axes for line in axes.get_lines()]
-    curves = [tuple(line.get_ydata()) for line in lines]
-    spectra = diagnostics.spectra(optimizer, rank=3)
-    assert all(tuple(values.tolist()) in curves for own in spectra.values() for values in own.values())
-    assert len(figure.axes) == 2 * len({tuple(map(len, own.values())) for own in spectra.values()})
-    assert [line.get_xdata() for line in lines if line.get_linestyle() == "--"] == [[3, 3]] * len(figure.axes)
-
-
-def test_matplotlib_is_asked_for_where_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="prokl.diagnostics.plot needs matplotlib: pip install matplotlib."):
-        diagnostics.plot(PRO([weight(2, 3)]))
