@@ -1,14 +1,9 @@
-"""One record for every name of a parameter: the module that holds it there, and the kind of layer that this is.
-
-Modules of a model that was exported or scripted are of one class all. A graph says of every operation in which module
-of which class it was, a script the name of each module's class. Where neither does, a weight's shape tells: a matrix is
-a linear layer's, four dimensions are a convolution's.
-"""
+"""One record for every name of a parameter: the module that holds it there, and the kind of layer that this is."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +13,6 @@ from prokl.algorithm.names import indices_without_wrappers
 
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
-BY_SHAPE: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 GATED = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 
@@ -29,8 +23,7 @@ class Owner:
         p: the parameter.
         name: its full name.
         module: the module that holds it.
-        cls: the module's class, where a model was exported or scripted the one that it had before.
-        kind: the name of that class.
+        cls, kind: the module's class, and its name.
         around: the module that holds this one, past any wrapper, then the next one outwards, up to the model.
         path: the module's path in lower case, without wrappers.
         last: the last component of that; "" of the model itself.
@@ -54,12 +47,12 @@ class Owner:
         p: Tensor,
         name: str,
         module: nn.Module,
-        cls: type[nn.Module],
         around: tuple[nn.Module, ...],
         path: tuple[str, ...],
         written: str,
         closes: int,
     ) -> None:
+        cls = type(module)
         self.p, self.name, self.module, self.cls, self.kind = p, name, module, cls, cls.__name__
         self.around, self.path, self.written, self.closes = around, path, written, closes
         self.attr, self.last = written.lower(), path[-1] if path else ""
@@ -84,10 +77,9 @@ class Owner:
         return self.raw and any(pattern.search(part) for part in parts)
 
 
-def owners_of(model: nn.Module) -> tuple[dict[Tensor, list[Owner]], str | None]:
-    """Return every parameter with all of its names, in the model's order, and a warning if classes were lost."""
+def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
+    """Return every parameter with all of its names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    classes, warning = _lost_classes(model)
     owners: dict[Tensor, list[Owner]] = {}
     for prefix, module in modules.items():
         parts = prefix.split(".") if prefix else []
@@ -101,14 +93,14 @@ def owners_of(model: nn.Module) -> tuple[dict[Tensor, list[Owner]], str | None]:
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
-        path, cls = tuple(parts[i].lower() for i in places), classes.get(".".join(parts), type(way[-1]))
+        path = tuple(parts[i].lower() for i in places)
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
             written = "weight" if _normed(module, attr) else attr
-            owners.setdefault(p, []).append(Owner(p, name, way[-1], cls, around, path, written, closes))
-    return owners, warning
+            owners.setdefault(p, []).append(Owner(p, name, way[-1], around, path, written, closes))
+    return owners
 
 
 def _normed(module: nn.Module, attr: str) -> bool:
@@ -121,51 +113,25 @@ def _normed(module: nn.Module, attr: str) -> bool:
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:
-    if not isinstance(parent, nn.Sequential) and getattr(parent, "original_name", "") != "Sequential":
+    if not isinstance(parent, nn.Sequential):
         return False
     filled = [c for c in parent.children() if next(c.parameters(), None) is not None]
     return bool(filled) and filled[-1] is child
 
 
-def _lost_classes(model: nn.Module) -> tuple[dict[str, type[nn.Module]], str | None]:
-    """Return the classes that modules of an exported or scripted model had, by path, and a warning that says so."""
-    traced = {path: module for path, module in model.named_modules() if _has_graph(module)}
-    if not traced:
-        return {}, None
-    names: dict[str, str] = {}
-    for prefix, module in traced.items():
-        graph: Any = None if isinstance(module, ScriptModule) else getattr(module, "graph", None)
-        for node in getattr(graph, "nodes", ()):
-            stack = node.meta.get("nn_module_stack")
-            for path, cls in stack.values() if isinstance(stack, Mapping) else ():
-                at = f"{prefix}.{path}" if prefix and path else prefix or path
-                names[at] = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-    classes: dict[str, type[nn.Module]] = {}
-    guessed: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is not nn.Module and not _has_graph(module):
-            continue
-        name = module.original_name if isinstance(module, ScriptModule) else names.get(path)
-        if name:
-            home, _, last = name.rpartition(".")
-            known = getattr(nn, last, None) if not home or home.startswith("torch.nn.") else None
-            classes[path] = known if isinstance(known, type) else type(last, (nn.Module,), {"__module__": home})
-            continue
-        weight = module._parameters.get("weight")
-        table = any(part in path.rpartition(".")[2].lower() for part in ("emb", "wte", "wpe"))
-        if weight is not None and weight.ndim in BY_SHAPE and not table:
-            guessed.append(f"{path}.weight" if path else "weight")
-            classes[path] = BY_SHAPE[weight.ndim]
-    if not classes:
-        return {}, None
-    some = ", ".join(guessed[:3]) + ", ..." * (len(guessed) > 3)
-    guess = f" and guessed {len(guessed)} layers by their shapes ({some})" if guessed else ""
-    return classes, (
-        f"{type(model).__name__} was exported or scripted, and has no layers of classes of their own: param_groups "
-        f"took {len(classes) - len(guessed)} classes from the names that it has kept{guess}. Its methods and "
-        "settings cannot be asked for output heads and attention's heads. Check print(groups), or give adamw= the "
-        "names that the routes of the model itself send there."
-    )
+def check_classes(model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
+    """Raise ValueError for a model that was exported or scripted: the classes of its layers are lost."""
+    if not any(map(_has_graph, model.modules())):
+        return
+    for held in owners.values():
+        for o in held:
+            if o.written == "weight" and (type(o.module) is nn.Module or _has_graph(o.module)):
+                raise ValueError(
+                    f"model ({type(model).__name__}) was exported or scripted: the module of {o.name!r} has no class "
+                    "that says what it is. Make the groups of the model that it was made of, "
+                    "prokl.param_groups(original, ...), whose parameters it shares. One from a file or of "
+                    "torch.export.unflatten shares none: load its weights into the original, and train that."
+                )
 
 
 def _has_graph(module: nn.Module) -> bool:

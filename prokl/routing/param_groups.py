@@ -28,7 +28,7 @@ from prokl.algorithm.shapes import Rank
 from prokl.algorithm.signatures import with_own_errors
 from prokl.routing.layout import Layouts
 from prokl.routing.output_heads import OutputHeads
-from prokl.routing.owners import owners_of
+from prokl.routing.owners import check_classes, owners_of
 from prokl.routing.routes import ParamGroups, Route, table
 from prokl.routing.rules import choose, overruled, own_settings, quoted, undecayed
 
@@ -152,9 +152,8 @@ def param_groups(
     if rank is not None:
         check("rank", rank, RANK)
 
-    owners, warning = owners_of(model)
-    if warning:
-        warnings.warn(warning, stacklevel=3)  # past the check of arguments
+    owners = owners_of(model)
+    check_classes(model, owners)
     if not any(p.requires_grad for p in owners):
         raise ValueError(
             f"There is no parameter in model ({type(model).__name__}) that requires grad, so nothing trains: unfreeze "
@@ -193,7 +192,7 @@ def param_groups(
         members.setdefault((route.algorithm, route.decays, own, layout), []).append((route, p))
     suspicion = layouts.finish()
     if suspicion and not type(model).__module__.startswith("transformers."):  # whose layouts are known
-        warnings.warn(suspicion, stacklevel=3)
+        warnings.warn(suspicion, stacklevel=3)  # past the check of arguments
     if not later and not any(route.algorithm == "matrix" for route in routes):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
