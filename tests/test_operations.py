@@ -35,7 +35,7 @@ def overridden(ops):
     """Names of the operations that a backend has of its own."""
     own = {key for cls in type(ops).__mro__ if cls.__module__ == type(ops).__module__ for key in vars(cls)}
     shared = {"momentum", "projections", "track"} if ops is BACKENDS["triton, pairs"] else set()  # but for its pairs
-    others = {"name", "pairs", "rounding", "second_stream", "product_as_factor"}  # the last one where QR is a GPU's
+    others = {"name", "noise", "pairs", "second_stream", "product_as_factor"}  # the last one where QR is a GPU's
     return sorted(key for key in own - others | shared if not key.startswith("_"))
 
 

@@ -298,13 +298,10 @@ class Algebra:
 
         Kernels add X U up in tiles of 16 of the n rows of U or more, each time within half a unit in the last place,
         eps / 2 or less, of a whole that grows from zero: within n / 64 eps in all, where the tiles are alike. Where U
-        is stored in less, what it loses there, twice, up to half a unit in the last place each.
+        is stored in less, what it loses there, twice, up to half a unit in the last place each. The products' own
+        roundings may leave a hundred of them.
         """
-        return max(self.rounding(dtype), n / 64 * torch.finfo(dtype).eps, torch.finfo(stored).eps)
-
-    def rounding(self, dtype: torch.dtype) -> float:
-        """Return what the products' own roundings may leave: a hundred of them."""
-        return 100 * torch.finfo(dtype).eps
+        return max(max(100, n / 64) * torch.finfo(dtype).eps, torch.finfo(stored).eps)
 
     def row_norms(self, t: Tensor) -> Tensor:
         """Return the norms (B,m) of rows in the widest dtype: on a CPU in that of t, unless squares leave its range.

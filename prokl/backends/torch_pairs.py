@@ -55,9 +55,9 @@ class PairedAlgebra(Algebra):
             return super().symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
         return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
 
-    def rounding(self, dtype: torch.dtype) -> float:
-        """Return what the roundings of pairs may leave of a gradient beside the subspace."""
-        return RESIDUAL
+    def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
+        """Return the size of X - (X U) U^T, over that of X, up to which it may be the rounding of pairs alone."""
+        return max(RESIDUAL, super().noise(n, dtype, stored))
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Pair, U: Pair, admitted: Admitted, h: ProHyper, active: Tensor | None
