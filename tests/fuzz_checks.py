@@ -68,6 +68,7 @@ class History:
         self.arithmetic = compute_dtype(case.dtype, self.values["M_Q"].dtype) if "M_Q" in last else torch.float32
         self.unit = torch.finfo(self.values["M_Q"].dtype).eps / 2 if "M_Q" in last else 0.0
         self.rounding = torch.finfo(self.arithmetic).eps / 2
+        self.balanced = case.settings.get("precision") == "balanced" and self.arithmetic == torch.float32
         self.h = method.hyper(group, self.shape.m, self.shape.n, self.arithmetic, p.device)
 
     def broken(self, check: str, measured: Tensor, bound: Tensor | float, where: Tensor | None = None) -> Iterator[str]:
@@ -154,15 +155,15 @@ def check_factors(a: History) -> Iterator[str]:
     Every step rounds a factor in storage (unit roundoff times its norm) and in the product (m or n operations). With
     increments that are positive semi-definite beta2^k ||L_(t-k)|| <= ||L_t||, so that t steps' errors are within t
     times the last norm; S is also turned into a subspace of which it may know less, and so has the largest norm so far.
-    Below the smallest normal number rounding is absolute, in E before mu_perp divides it. Balanced products of A and
-    A^T lack lo lo^T, of 2^-18 of its trace at most, which is up to sqrt(k) times the norm.
+    Below the smallest normal number rounding is absolute, in E before mu_perp divides it, and that of a pair's parts is
+    bfloat16's. Balanced products of A and A^T lack lo lo^T, of 2^-18 of its trace at most, which is up to sqrt(k) times
+    the norm.
     """
-    balanced = a.case.settings.get("precision") == "balanced" and a.arithmetic == torch.float32
-    dropped = 2**-18 if balanced else 0.0
+    dropped = 2**-18 if a.balanced else 0.0
     grown = 1.0
     if "inv_sqrt_mu" in a.values:
         grown = 1 + a.values["inv_sqrt_mu"][1:].double().square().cummax(dim=0).values
-    absolute = smallest(a.values["M_Q"].dtype) + smallest(a.arithmetic) * grown
+    absolute = smallest(a.values["M_Q"].dtype) + smallest(torch.bfloat16 if a.balanced else a.arithmetic) * grown
     for key in FACTORS:
         if key not in a.values:
             continue
@@ -221,7 +222,8 @@ def longest_direction(a: History) -> float:
     The subspace part is cut at 2 weight * gain * sqrt(m r), in coordinates of U, as Smok-Hop's complement at
     2 gain * sqrt(m (n - r)) and KL-Shampoo's direction at 2 gain * sqrt(m n), in coordinates of Q_L and Q_R. Gain is
     what momentum makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding
-    may fill those that the complement has not.
+    may fill those that the complement has not. Beside it balanced products take both factors of the subspace part in
+    bfloat16, each within 2^-9.
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
@@ -233,7 +235,8 @@ def longest_direction(a: History) -> float:
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
         whitened = MOMENTUM_CLIP_FACTOR * h.gain * (m * r) ** 0.5
-        total += h.alpha_kl * whitened * (1 + orthonormality(a, r))
+        halves = (1 + 2**-9) ** 2 if a.balanced and h.variant in POLAR_VARIANTS else 1.0
+        total += h.alpha_kl * whitened * (1 + orthonormality(a, r)) * halves
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
     elif h.variant == "smok-hop":
