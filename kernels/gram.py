@@ -27,14 +27,14 @@ def _total(ptr, PARTS):
 
 
 @triton.jit
-def _inverse_norm(squares_ptr, stride_squares, PARTS, noise):
+def _inverse_norm(squares_ptr, PARTS, noise):
     """Return 1 / ||X||, or zero where X is negligible, or its squared norm too small or too large to be multiplied.
 
-    squares: parts of the squared norms of X, of what X was made from, and of that of which this is a residual.
+    squares: PARTS of the squared norm of X, then of what X was made from, and of that of which this is a residual.
     """
     energy = _total(squares_ptr, PARTS)
-    full = _total(squares_ptr + 2 * stride_squares, PARTS)
-    negligible = _total(squares_ptr + stride_squares, PARTS) <= tl.full((), noise, tl.float32) * full
+    full = _total(squares_ptr + 2 * PARTS, PARTS)
+    negligible = _total(squares_ptr + PARTS, PARTS) <= tl.full((), noise, tl.float32) * full
     vanishes = (negligible & (full < float("inf"))) | (energy < SMALLEST) | (energy > LARGEST)
     return tl.where(vanishes, 0.0, 1.0 / tl.sqrt(tl.where(vanishes, 1.0, energy)))
 
@@ -58,7 +58,6 @@ def gram_kernel(
     PARTS,
     noise: tl.float64,
     stride_size_b,
-    stride_squares,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,7 +66,7 @@ def gram_kernel(
 ):
     """Compute D = s^2 X X^T, a lower tile and its mirror image a program, where s is what _inverse_norm says.
 
-    X (M, K) and each of three times squares (PARTS,) are contiguous; square and factor take s^2 and size s.
+    X (M, K) and squares (3, PARTS) are contiguous; square and factor take s^2 and size s.
     """
     i_b, i_m, i_n = lower_place(tl.program_id(0), M, TILE)
     o_m = i_m * TILE + tl.arange(0, TILE)
@@ -77,7 +76,7 @@ def gram_kernel(
     acc = add_product(
         acc, X_at, X_at, o_m, o_n, M, M, K, 0, K, 1, 0, 1, K, False, False, OPERAND, SUM, PRECISION, TILE_K
     )
-    s = _inverse_norm(squares_ptr + i_b * PARTS, stride_squares, PARTS, noise)
+    s = _inverse_norm(squares_ptr + 3 * i_b * PARTS, PARTS, noise)
     if i_m == 0:
         tl.store(square_ptr + i_b, s * s)
         tl.store(factor_ptr + i_b, s * tl.load(size_ptr + i_b * stride_size_b).to(tl.float32))
@@ -96,7 +95,7 @@ def normalised_gram(
 
     Args:
         X: (batch,m,k).
-        squares: (3,batch,parts) float32, parts that add up to squared norms: of X, of what X was made from, and of
+        squares: (batch,3,parts) float32, parts that add up to squared norms: of X, of what X was made from, and of
             that of which this is a residual.
         noise: ratio of the last two up to which X is negligible; nothing is where the last overflows.
         size: (batch,).
@@ -107,11 +106,10 @@ def normalised_gram(
     """
     batch, m, k = launch.matrices("X", X)
     launch.check(X.device, {"X": (X, (batch, m, k)), "size": (size, (batch,))})
-    launch.check(X.device, {"squares": (squares, (3, batch, squares.shape[-1]))}, (torch.float32,))
+    launch.check(X.device, {"squares": (squares, (batch, 3, squares.shape[-1]))}, (torch.float32,))
     X, squares = X.contiguous(), squares.contiguous()
     D = torch.empty((batch, m, m), dtype=X.dtype, device=X.device)
     square, factor = (torch.empty(batch, dtype=torch.float32, device=X.device) for _ in range(2))
     tensors, sizes = (X, D, size, squares, square, factor), (m, k, squares.shape[2])
-    strides = size.stride(0), squares.stride(0)
-    triangle.start(gram_kernel, D, (X,), operand_dtypes((X,)), tile, *tensors, *sizes, float(noise), *strides)
+    triangle.start(gram_kernel, D, (X,), operand_dtypes((X,)), tile, *tensors, *sizes, float(noise), size.stride(0))
     return D, square, factor

@@ -36,7 +36,6 @@ def momentum_kernel(
     active_ptr,
     X_ptr,
     squares_ptr,
-    PARTS,
     M,
     N,
     R,
@@ -78,7 +77,7 @@ def momentum_kernel(
     """Do one (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
 
     M <- momentum M + g c G where active; X = rows (a c G + b M - G_par U^T); G counts as zero where not active, and c
-    is the matrix's scale. squares (3, PARTS) takes the tile's sums of squares of X, of X without rows, and of
+    is the matrix's scale. squares (3, tiles) takes the tile's sums of squares of X, of X without rows, and of
     a c G + b M. G, the momentum (M, N), G_par (M, R), U (N, R) and rows (M,) have any strides. G_par and U, pairs where
     LO, are multiplied as OPERAND. X is contiguous, a pair where X_LO.
     """
@@ -116,11 +115,13 @@ def momentum_kernel(
     tl.store(M_at, converted(y, M_ptr.dtype.element_ty), m_active)
     if HAT:
         y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
-        tl.store(squares_ptr + 2 * PARTS + i, tl.sum(y * y))
+        tiles = tiles_n * tiles_m
+        squares_at = squares_ptr + 2 * i_b * tiles + i
+        tl.store(squares_at + 2 * tiles, tl.sum(y * y))
         y -= par
-        tl.store(squares_ptr + PARTS + i, tl.sum(y * y))
+        tl.store(squares_at + tiles, tl.sum(y * y))
         y *= tl.load(rows_ptr + i_b * stride_rows_b + o_m * stride_rows_m, o_m < M, 0.0).to(DTYPE)[:, None]
-        tl.store(squares_ptr + i, tl.sum(y * y))
+        tl.store(squares_at, tl.sum(y * y))
         # The address as late as it is needed: before, it takes registers, which spilt on sm_100.
         store_result(X_ptr, stride_X_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, X_LO)
 
@@ -175,7 +176,7 @@ def momentum(
         tile: block sizes, by default from the dtypes and the strides.
 
     Returns:
-        X (B,m,n), contiguous, None without ``G_par``; and squared Frobenius norms (3,B,tiles), parts that add up, in
+        X (B,m,n), contiguous, None without ``G_par``; and squared Frobenius norms (B,3,tiles), parts that add up, in
         the dtype of the arithmetic: of X before it is rounded, of X without ``rows``, and of G^.
     """
     (B, m, n), r = launch.matrices("G", G), launch.matrices("U", U)[2]
@@ -198,7 +199,7 @@ def momentum(
     X_hi, X_lo, _ = stored(X)
     tile = tile or choose_tile(operand, aligned(G, M, par_hi, U_hi, X_hi))
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    squares = torch.empty((3, B, tiles if hat else 0), dtype=dtype, device=G.device)
+    squares = torch.empty((B, 3, tiles if hat else 0), dtype=dtype, device=G.device)
     if B > 0:
         launch.start(
             momentum_kernel,
@@ -212,7 +213,6 @@ def momentum(
             *(G if t is None else t for t in (scale, active)),  # G: not read as such
             X_hi,
             squares if hat else G,  # G: not written
-            B * tiles,
             m,
             n,
             r,

@@ -26,7 +26,6 @@ def turn_kernel(
     S_ptr,
     Q_ptr,
     both_ptr,
-    B,
     R,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -35,7 +34,7 @@ def turn_kernel(
 ):
     """Compute a (TILE, TILE) tile of T^T S T, or of T^T Q, a program, which makes what it needs of S T itself.
 
-    T, S, Q (B, R, R), and both (2, B, R, R), are contiguous.
+    T, S, Q (R, R), and both (2, R, R), of a matrix are contiguous.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(R, TILE)
@@ -56,7 +55,7 @@ def turn_kernel(
                 x = tl.dot(s, _tile(T_ptr + matrix, o, o_n, R, SUM), x, input_precision=PRECISION, out_dtype=SUM)
         t = tl.trans(_tile(T_ptr + matrix, o_k, o_m, R, SUM))
         acc = tl.dot(t, x, acc, input_precision=PRECISION, out_dtype=SUM)
-    at = both_ptr + of_Q.to(tl.int64) * B * R * R + matrix + o_m[:, None] * R + o_n[None, :]
+    at = both_ptr + 2 * matrix + of_Q * R * R + o_m[:, None] * R + o_n[None, :]
     tl.store(at, acc, (o_m[:, None] < R) & (o_n[None, :] < R))
 
 
@@ -81,13 +80,13 @@ def turned(T: Tensor, S: Tensor, Q: Tensor, *, tile: Tile | None = None) -> tupl
         tile: block sizes, square, by default from r and the dtypes.
 
     Returns:
-        Both (B,r,r), contiguous, in the dtype of the sum.
+        Both (B,r,r), matrices of which are contiguous, in the dtype of the sum.
     """
     B, _, r = launch.matrices("T", T)
     launch.check(T.device, {name: (t, (B, r, r)) for name, t in (("T", T), ("S", S), ("Q", Q))})
     dtype = launch.arithmetic_dtype(T, S, Q)
     T, S, Q = (launch.multiplicable(t, dtype).contiguous() for t in (T, S, Q))
-    both = torch.empty((2, B, r, r), dtype=dtype, device=T.device)
+    both = torch.empty((B, 2, r, r), dtype=dtype, device=T.device)
     tile = tile or choose_tile(r, dtype)
     if B:
         launch.start(
@@ -98,7 +97,6 @@ def turned(T: Tensor, S: Tensor, Q: Tensor, *, tile: Tile | None = None) -> tupl
             S,
             Q,
             both,
-            B,
             r,
             SUM=TRITON_DTYPES[dtype],
             PRECISION=launch.input_precision(dtype),
@@ -107,4 +105,4 @@ def turned(T: Tensor, S: Tensor, Q: Tensor, *, tile: Tile | None = None) -> tupl
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return both[0], both[1]
+    return both[:, 0], both[:, 1]

@@ -359,7 +359,8 @@ PAIRED_SYMMETRIC = replace(
 
 
 TURN = KernelCase(
-    "turn", lambda **i: [*turn.turned(**i)], lambda i, minus=-1.0: [i["T"].mT @ i["S"] @ i["T"], i["T"].mT @ i["Q"]],
+    "turn", lambda **i: [t.contiguous() for t in turn.turned(**i)],
+    lambda i, minus=-1.0: [i["T"].mT @ i["S"] @ i["T"], i["T"].mT @ i["Q"]],
     {"T": "rr", "S": "rr", "Q": "rr"}, lambda s: [(2 * s.r + 2, 2), (s.r + 1, 1)],
     dtypes=((SINGLE,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (DOUBLE, HALF, SINGLE)),
     tiles={SINGLE: turn.TILES, DOUBLE: turn.TILES_FP64}, tile_of=lambda t: Sizes(2, 1, 1, t.m + 3),
@@ -414,7 +415,7 @@ def _lookahead(i: Inputs, minus: float = -1.0) -> list[Tensor]:
 
 def _momentum(**i: Any) -> list[Tensor | Pair]:
     X, norms = momentum.momentum(**i)
-    return [i["M"], *([] if X is None else [X, *map(total, norms)])]
+    return [i["M"], *([] if X is None else [X, *map(total, norms.unbind(1))])]
 
 
 def _of_momentum(s: Sizes) -> Roundings:

@@ -27,7 +27,7 @@ def test_a_gram_matrix_is_normalised_or_zero_if_negligible(parts):
     size[2], whole[2] = 0.0, 0.0
     energy[3] = torch.finfo(torch.float32).tiny / (2 * parts)
     energy[4] = torch.finfo(torch.float32).max / (2 * parts)
-    squares = torch.stack((energy, size, whole))
+    squares = torch.stack((energy, size, whole), dim=1)
     X, c = (torch.randn(5, *shape, generator=torch.Generator().manual_seed(4)).to(DEVICE) for shape in ((70, 20), ()))
     D, square, scaled = normalised_gram(X, squares, 1e-6, c)
     inverse = square.sqrt()  # which is what was squared
@@ -40,8 +40,8 @@ def test_a_gram_matrix_is_normalised_or_zero_if_negligible(parts):
 
 def test_wrong_squares_raise_with_their_shape():
     X, c = torch.ones(5, 3, 4, device=DEVICE), torch.ones(5, device=DEVICE)
-    with pytest.raises(ValueError, match=r"squares has shape \(3, 4, 2\); must be \(3, 5, 2\)"):
-        normalised_gram(X, torch.ones(3, 4, 2, device=DEVICE), 0.0, c)
+    with pytest.raises(ValueError, match=r"squares has shape \(4, 3, 2\); must be \(5, 3, 2\)"):
+        normalised_gram(X, torch.ones(4, 3, 2, device=DEVICE), 0.0, c)
 
 
 @pytest.mark.usefixtures("poisoned_empty")

@@ -49,7 +49,7 @@ class Squares(NamedTuple):
     """The factor that normalises X before it is formed, as :func:`normalised_gram` takes it."""
 
     parts: Tensor
-    """(3,B,k), as the kernel of the momentum leaves them."""
+    """(B,3,k), as the kernel of the momentum leaves them."""
     noise: float
     """Ratio of squared norms up to which X is negligible."""
 
@@ -170,7 +170,7 @@ class TritonAlgebra(Algebra):
         noise = self.noise(G.shape[-1], squares.dtype, M.dtype) ** 2
         if half:
             return M, X, Squares(squares, noise)
-        (norm, size, full_size), limits = squares.sum(dim=-1), torch.finfo(squares.dtype)
+        (norm, size, full_size), limits = squares.sum(dim=-1).unbind(1), torch.finfo(squares.dtype)
         vanishes = (norm < limits.tiny) | (norm > limits.max / 4) | (size <= noise * full_size) & full_size.isfinite()
         inverse = torch.where(vanishes, 0.0, norm.rsqrt())
         if not polar:
