@@ -88,8 +88,6 @@ def apply_kernel(
     M,
     N,
     R,
-    stride_addresses_f,
-    stride_addresses_b,
     stride_X_b,
     stride_X_m,
     stride_X_n,
@@ -123,8 +121,8 @@ def apply_kernel(
 ):
     """Do W <- (1 - lr weight_decay) W - lr (scale X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
-    addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. left (M, R) and right (N, R) are
-    multiplied as OPERAND; the rest, with X (M, N), is done in SUM. lr and weight_decay (B).
+    addresses (3, B), contiguous: address, row stride, column stride of W (M, N) of DTYPE. left (M, R) and right (N, R)
+    are multiplied as OPERAND; the rest, with X (M, N), is done in SUM. lr and weight_decay (B).
     AFTER: W is multiplied by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in
     sign from D's. keys (B) rounds W at random; master (B, M, N), contiguous, is what W is stepped from where it is its
     rounding.
@@ -136,10 +134,10 @@ def apply_kernel(
     i_m = i % tiles_m
     i_n = (i // tiles_m) % tiles_n
     i_b = (i // (tiles_m * tiles_n)).to(tl.int64)
-    at = addresses_ptr + i_b * stride_addresses_b
-    address = tl.load(at)
-    stride_m = tl.load(at + stride_addresses_f)
-    stride_n = tl.load(at + 2 * stride_addresses_f)
+    B = tl.num_programs(0) // (tiles_m * tiles_n)  # as in stack_kernel
+    address = tl.load(addresses_ptr + i_b)
+    stride_m = tl.load(addresses_ptr + B + i_b)
+    stride_n = tl.load(addresses_ptr + 2 * B + i_b)
     moves = address != 0
     if HAS_ACTIVE:
         moves = moves & tl.load(active_ptr + i_b * stride_active_b)
@@ -281,14 +279,13 @@ def apply(
         apply_kernel,
         (count * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
         device,
-        addresses,
+        addresses.contiguous(),
         *(lr if t is None else t for t in (X, left, right, scale, active, keys, master)),  # lr: not read as such
         lr,
         weight_decay,
         m,
         n,
         r,
-        *addresses.stride(),
         *(stride for t in (X, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
         *(0 if t is None else t.stride(0) for t in (scale, active, keys)),
         *(t.expand(count).stride(0) for t in (lr, weight_decay)),
