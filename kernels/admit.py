@@ -27,7 +27,7 @@ MOST = 65536
 
 
 class AdmitOutputs(NamedTuple):
-    """Results of a launch, contiguous and in the dtype of the arithmetic."""
+    """Results of a launch, each of their parts contiguous, in the dtype of the arithmetic."""
 
     rows: Tensor
     """(3,B,m): inverse roots of L as the direction takes them, new ones, and c times those damped."""
@@ -112,8 +112,9 @@ def admit_kernel(
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and c times those
     damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, weight_L, lambda_0; flags (2, B) evident,
-    bounded. sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored.
-    TILE_R holds all columns. TILE_M rows of A are worked on at a time, and TILE_V of what has a number a row.
+    bounded. sums (2, B, M) is float64 memory to work with. B is the number of matrices or more. smallest and largest
+    bound the roots that can be stored. TILE_R holds all columns. TILE_M rows of A are worked on at a time, and TILE_V
+    of what has a number a row.
     """
     i_b = tl.program_id(0).to(tl.int64)
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
@@ -281,9 +282,11 @@ def admit(
 
     tensors = [A, G_tilde, e_res, *roots, *(() if lambda_0 is None else (lambda_0,))]
     dtype = launch.arithmetic_dtype(*tensors)
-    shapes = ((3, B, m), (3, B, r), (5, B))
+    # All parts start at multiples of 16 bytes: neither this kernel nor what reads them is compiled anew for another B.
+    room = triton.cdiv(B, 16) * 16
+    shapes = ((3, room, m), (3, room, r), (5, room))
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
-    flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
+    flags = torch.empty((2, room), dtype=torch.bool, device=A.device)
     if B > 0:
         width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
         spare = 1 if aligned(A, G_tilde) else 2  # every element has an address in registers then
@@ -296,12 +299,12 @@ def admit(
             G_tilde,
             e_res,
             *read,
-            torch.empty((2, B, m), dtype=torch.float64, device=A.device),
+            torch.empty((2, room, m), dtype=torch.float64, device=A.device),
             rows,
             columns,
             scalars,
             flags,
-            B,
+            room,
             m,
             r,
             e_res.shape[1],
@@ -325,4 +328,4 @@ def admit(
             # A product contracted into a sum across lanes would leave each lane its own rounding of one number.
             enable_fp_fusion=False,
         )
-    return AdmitOutputs(rows, columns, scalars, flags)
+    return AdmitOutputs(*(t[:, :B] for t in (rows, columns, scalars, flags)))

@@ -15,9 +15,10 @@ from bench.compile_report import csrc, trace, triton_kernels  # noqa: E402
 from bench.compile_report.launches import Launch, Pointer, called  # noqa: E402
 from bench.compile_report.triton_kernels import ODD, Row, complaints, every_launch  # noqa: E402
 from bench.micro.kernels import KERNELS as CASES  # noqa: E402
-from bench.shapes import SETS  # noqa: E402
+from bench.shapes import SETS, ParameterSet  # noqa: E402
 from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
 from prokl import KLShampoo, ProKLShampoo  # noqa: E402
+from prokl.algorithm.settings import PRECISIONS  # noqa: E402
 from prokl.kernels import launch as launch_module  # noqa: E402
 from prokl.kernels.launch import Tile  # noqa: E402
 from tests.commands import ROOT, run_python  # noqa: E402
@@ -89,18 +90,32 @@ def test_launches_are_told_apart_by_what_the_jit_specialises_on():
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(ProKLShampoo, rank=128), KLShampoo], ids=["pro", "kl"])
 def test_what_a_balanced_step_launches_is_compiled(optimizer):
-    """But for numbers of matrices, for which a kernel is compiled once more where 16 does not divide them."""
-
-    def key(launch):
-        return tuple(own for own in launch.key if own[0] not in ("B", "stride_addresses_f"))
-
-    compiled, launched = set(map(key, every_launch())), {}
+    compiled, launched = {launch.key for launch in every_launch()}, {}
     for dtype in (torch.bfloat16, torch.float32):
         for buckets in trace.steps_of(SETS["gpt2-124m"], dtype, optimizer).values():
             for own in (event.launch for events in buckets for event in events if event.launch):
-                launched.setdefault(key(own), str(own))
+                launched.setdefault(own.key, str(own))
     missing = [name for its, name in launched.items() if its not in compiled]
     assert launched and missing == []
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (36, 52)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [*(partial(ProKLShampoo, rank=16, precision=precision) for precision in PRECISIONS), KLShampoo],
+    ids=[*PRECISIONS, "kl"],
+)
+def test_no_number_of_matrices_compiles_a_kernel_anew(optimizer, shape):
+    """But for that of their elements where 16 does not divide a matrix's, on which loads of pairs depend.
+
+    It chooses tiles, too; of so small matrices the same ones.
+    """
+
+    def keys(count):
+        found = trace.steps_of(ParameterSet("", ((count, *shape),), ()), torch.float32, optimizer)
+        return {e.launch.key for buckets in found.values() for events in buckets for e in events if e.launch}
+
+    assert keys(1) == keys(12) == keys(16) == keys(17)
 
 
 LOG = """

@@ -133,21 +133,14 @@ def _weighed(
     return [G_par, T[0] if ops.name == "triton" else ops.operand(T), *others]
 
 
-def _bounded_product(odd: bool = False) -> Any:
-    """Return what binds the operation; the flags are as the second line of admit's, odd where that is of matrices."""
-
-    def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
-        T, bounded, clipped = i["T"], i.get("bounded"), i["rows"][:, 0]
-        if odd:
-            bounded = torch.cat([bounded[:1], bounded])[1:]
-        given = {"largest": 1.0, "bounded": bounded, "clipped": clipped, "dtype": i["polar"]}
-        if ops.name != "triton":
-            return lambda: [*ops.bounded_product(i["left"], T.clone(), **given)]
-        energies = T.double().square().sum(dim=-1)[:, None]
-        T = Pair.split(T) if isinstance(i["left"], Pair) else T
-        return lambda: [*ops.bounded_product(i["left"], (T, energies), **given)]
-
-    return bind
+def _bounded_product(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
+    T = i["T"]
+    given = {"largest": 1.0, "bounded": i.get("bounded"), "clipped": i["rows"][:, 0], "dtype": i["polar"]}
+    if ops.name != "triton":
+        return lambda: [*ops.bounded_product(i["left"], T.clone(), **given)]
+    energies = T.double().square().sum(dim=-1)[:, None]
+    T = Pair.split(T) if isinstance(i["left"], Pair) else T
+    return lambda: [*ops.bounded_product(i["left"], (T, energies), **given)]
 
 
 def _momentum(
@@ -219,12 +212,9 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
     Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=triangle, **PAIRED),
     Case("bounded product of a pair", tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF),
-         _bounded_product(), module=product, **PAIRED),
-    Case("bounded product of a pair, flags unaligned",
-         tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF), _bounded_product(odd=True),
-         module=product, balanced=True),
+         _bounded_product, module=product, **PAIRED),
     Case("product of a pair, not bounded", tensors("left mm pair", "T mr", "rows m+", **POLAR_OF),
-         _bounded_product(), module=product, balanced=True),
+         _bounded_product, module=product, balanced=True),
     stack_case("stack of pairs", False, **PAIRED),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
@@ -254,8 +244,8 @@ KERNELS: tuple[Case, ...] = (
     _momentum("subspace-only"),
     _momentum("smok-hop"),
     Case("bounded product", tensors("left mm", "T mr", "rows m+", "bounded .?", **POLAR_OF),
-         _bounded_product(), dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
-    Case("product, not bounded", tensors("left mm", "T mr", "rows m+", **POLAR_OF), _bounded_product(),
+         _bounded_product, dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
+    Case("product, not bounded", tensors("left mm", "T mr", "rows m+", **POLAR_OF), _bounded_product,
          module=product),
     product_case("product", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     product_case("product B^T", "mr, rrT"),
