@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.operands import dot
 from prokl.kernels.split import converted
 from prokl.kernels.stack import pointers, vectorised
 
@@ -114,7 +115,6 @@ def apply_kernel(
     ITEM: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -164,7 +164,7 @@ def apply_kernel(
             m_r = o_r < R - k
             b = tl.load(left_at, m_m[:, None] & m_r[None, :], 0.0).to(OPERAND)
             u = tl.load(right_at, m_r[:, None] & m_n[None, :], 0.0).to(OPERAND)
-            D = tl.dot(b, u, D, input_precision=PRECISION, out_dtype=SUM)
+            D = dot(b, u, D)
             left_at += step_r * stride_left_r
             right_at += step_r * stride_right_r
 
@@ -301,7 +301,6 @@ def apply(
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[total],
-        PRECISION=launch.input_precision(operand),
         TILE_M=tile.m,
         TILE_N=tile.n,
         TILE_R=tile.k,

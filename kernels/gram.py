@@ -60,7 +60,6 @@ def gram_kernel(
     stride_size_b,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -73,9 +72,7 @@ def gram_kernel(
     o_n = i_n * TILE + tl.arange(0, TILE)
     X_at = X_ptr + i_b * M * K
     acc = tl.zeros((TILE, TILE), SUM)
-    acc = add_product(
-        acc, X_at, X_at, o_m, o_n, M, M, K, 0, K, 1, 0, 1, K, False, False, OPERAND, SUM, PRECISION, TILE_K
-    )
+    acc = add_product(acc, X_at, X_at, o_m, o_n, M, M, K, 0, K, 1, 0, 1, K, False, False, OPERAND, TILE_K)
     s = _inverse_norm(squares_ptr + 3 * i_b * PARTS, PARTS, noise)
     if i_m == 0:
         tl.store(square_ptr + i_b, s * s)

@@ -105,11 +105,6 @@ def check(
             raise ValueError(f"{name} is on {t.device}; must be on one of {DEVICES}: use the PyTorch form elsewhere.")
 
 
-def input_precision(operand: torch.dtype) -> str:
-    """Return how tensor cores multiply operands: float32 in three products of TF32 parts, about as exact as float32."""
-    return "tf32x3" if operand == torch.float32 else "ieee"
-
-
 def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Launch ``kernel`` over ``grid`` on ``device``; ``constants`` are constexprs, num_warps and num_stages.
 

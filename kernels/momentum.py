@@ -69,7 +69,6 @@ def momentum_kernel(
     X_LO: tl.constexpr,
     OPERAND: tl.constexpr,
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -101,7 +100,7 @@ def momentum_kernel(
         par = add_product(
             par, G_par_ptr + i_b * stride_G_par_b, U_ptr + i_b * stride_U_b, o_m, o_n, M, N, R,
             stride_G_par_lo, stride_G_par_m, stride_G_par_r, stride_U_lo, stride_U_r, stride_U_n,
-            LO, LO, OPERAND, DTYPE, PRECISION, TILE_R,
+            LO, LO, OPERAND, TILE_R,
         )  # fmt: skip
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
@@ -234,7 +233,6 @@ def momentum(
             X_LO=pair,
             OPERAND=TRITON_DTYPES[operand],
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-            PRECISION=launch.input_precision(operand),
             TILE_M=tile.m,
             TILE_N=tile.n,
             TILE_R=tile.k,

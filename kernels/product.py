@@ -74,7 +74,6 @@ def product_kernel(
     ALPHA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -104,7 +103,7 @@ def product_kernel(
     acc = add_product(
         acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n.to(tl.int64), M, N, K,
         stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_n,
-        A_LO, B_LO, OPERAND, SUM, PRECISION, TILE_K,
+        A_LO, B_LO, OPERAND, TILE_K,
     )  # fmt: skip
 
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
@@ -269,7 +268,6 @@ def _launch(
             ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
             OPERAND=TRITON_DTYPES[operand],
             SUM=TRITON_DTYPES[sum_dtype],
-            PRECISION=launch.input_precision(operand),
             GROUP=GROUP,
             TILE_M=tile.m,
             TILE_N=tile.n,

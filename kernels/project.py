@@ -14,26 +14,25 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, store_result, stored
+from prokl.kernels.operands import aligned, dot, store_result, stored
 from prokl.kernels.split import empty_pair, halves
 from prokl.pair import Operand
 
 
 @triton.jit
-def _add(acc, x, u, u_lo, U_LO: tl.constexpr, OPERAND: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr):
-    # acc + x u of tiles; where u has a half lo, x is split here unless it is bfloat16. Tensor cores cut sums off: those
-    # of the parts start at zero, as the compiler starts those of TF32, and are rounded to acc.
+def _add(acc, x, u, u_lo, U_LO: tl.constexpr, OPERAND: tl.constexpr):
+    # acc + x u of tiles; where u has a half lo, x is split here unless it is bfloat16. Sums of parts start as dot's.
     if U_LO:
         if x.dtype == tl.bfloat16:
             x_hi = x.to(OPERAND)
-            low_parts = tl.dot(x_hi, u_lo, out_dtype=SUM)
+            low_parts = tl.dot(x_hi, u_lo)
         else:
             hi, lo = halves(x.to(tl.float32))
             x_hi = hi.to(OPERAND)
-            low_parts = tl.dot(lo.to(OPERAND), u, out_dtype=SUM)
-            low_parts = tl.dot(x_hi, u_lo, low_parts, out_dtype=SUM)
-        return acc + tl.dot(x_hi, u, low_parts, out_dtype=SUM)
-    return tl.dot(x.to(OPERAND), u, acc, input_precision=PRECISION, out_dtype=SUM)
+            low_parts = tl.dot(lo.to(OPERAND), u)
+            low_parts = tl.dot(x_hi, u_lo, low_parts)
+        return acc + tl.dot(x_hi, u, low_parts)
+    return dot(x.to(OPERAND), u, acc)
 
 
 @triton.jit
@@ -60,7 +59,6 @@ def project_kernel(
     U_LO: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -94,8 +92,8 @@ def project_kernel(
         m_n = o_n < N - k
         u = tl.load(U_at, m_n[:, None] & m_r, 0.0).to(OPERAND)
         u_lo = tl.load(U_at + stride_U_lo, m_n[:, None] & m_r, 0.0).to(OPERAND) if U_LO else u
-        GU = _add(GU, tl.load(G_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
-        MU = _add(MU, tl.load(M_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
+        GU = _add(GU, tl.load(G_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND)
+        MU = _add(MU, tl.load(M_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND)
         G_at += step * stride_G_n
         M_at += step * stride_M_n
         U_at += step * stride_U_n
@@ -189,7 +187,6 @@ def project(
         U_LO=paired,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],
-        PRECISION=launch.input_precision(operand),
         TILE_M=tile.m,
         TILE_R=tile.n,
         TILE_N=tile.k,

@@ -50,7 +50,6 @@ def symmetric_product_kernel(
     ALPHA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -66,7 +65,7 @@ def symmetric_product_kernel(
     acc = add_product(
         acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, M, K,
         stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_m,
-        LO, LO, OPERAND, SUM, PRECISION, TILE_K,
+        LO, LO, OPERAND, TILE_K,
     )  # fmt: skip
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
     if ALPHA_PER_MATRIX:

@@ -172,7 +172,6 @@ def start(
         **constants,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[total],
-        PRECISION=launch.input_precision(operand),
         TILE=tile.m,
         TILE_K=tile.k,
         num_warps=tile.warps,

@@ -38,7 +38,6 @@ def two_products_kernel(
     LO: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -58,9 +57,7 @@ def two_products_kernel(
         depth = tl.where(of_E, K_OF_E, K)
         at = tl.where(of_E, E_ptr, A_ptr) + i_b * M * depth
         lo = tl.where(of_E, stride_E_lo, stride_A_lo)
-        acc = add_product(
-            acc, at, at, o_m, o_n, M, M, depth, lo, depth, 1, lo, 1, depth, LO, LO, OPERAND, SUM, PRECISION, TILE_K
-        )
+        acc = add_product(acc, at, at, o_m, o_n, M, M, depth, lo, depth, 1, lo, 1, depth, LO, LO, OPERAND, TILE_K)
         acc *= tl.where(of_E, gamma, alpha / gamma)
     D_at = D_ptr + i_b * M * M
     store_symmetric(

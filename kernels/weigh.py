@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import store_result, stored
+from prokl.kernels.operands import dot, store_result, stored
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand
 
@@ -73,7 +73,6 @@ def weigh_kernel(
     HAS_T: tl.constexpr,
     PAIR: tl.constexpr,
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -118,7 +117,7 @@ def weigh_kernel(
             half *= tl.load(used_ptr + i_b * stride_used_b + o_k * stride_used_r, o_k < R, 0.0).to(DTYPE)[None, :]
             q_at = Q_ptr + i_b * stride_Q_b + o_r[None, :] * stride_Q_m + o_k[:, None] * stride_Q_r
             q = tl.load(q_at, (o_k[:, None] < R) & (o_r[None, :] < R), 0.0).to(DTYPE)
-            acc = tl.dot(half, q, acc, input_precision=PRECISION, out_dtype=DTYPE)
+            acc = dot(half, q, acc)
         used_rows = tl.load(used_rows_ptr + i_b * stride_used_rows_b + o_m * stride_used_rows_m, o_m < M, 0.0)
         acc *= tl.full((), alpha, DTYPE) * used_rows.to(DTYPE)[:, None]
         store_result(T_ptr, stride_lo, at, acc, mask, PAIR)
@@ -207,7 +206,6 @@ def weigh(
             HAS_T=Q is not None,
             PAIR=pair,
             DTYPE=TRITON_DTYPES[dtype],
-            PRECISION=launch.input_precision(dtype),
             TILE_M=tile.m,
             TILE_R=tile.n,
             TILE_K=tile.k,

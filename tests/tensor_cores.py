@@ -63,10 +63,8 @@ def dot(self, a, b, d, precision, _):
     The halves of a pair are float32 there.
     """
     x, y, z = (torch.from_numpy(t.data) for t in (a, b, d))
-    if all(not (t.view(torch.int32) & 0xFFFF).any() for t in (x, y)):
-        z = accumulated(z, [(x, y)], BF16)
-    else:
-        z = z + accumulated(torch.zeros_like(z), three(x, y), TF32)
+    halves = all(not (t.view(torch.int32) & 0xFFFF).any() for t in (x, y))
+    z = accumulated(z, [(x, y)], BF16) if halves else accumulated(z, [(tf32(x), tf32(y))], TF32)
     return type(d)(z.numpy(), d.dtype.scalar)
 
 

@@ -7,17 +7,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 import prokl
 from bench.micro.case import Sizes
-from prokl.kernels import launch
+from prokl.kernels import launch, operands
 from prokl.kernels.momentum import momentum
 from prokl.kernels.operands import aligned
-from prokl.kernels.product import product_with_energies
+from prokl.kernels.product import TF32, product, product_with_energies
 from prokl.kernels.split import split, split_two
 from prokl.kernels.triangle import lower_tile, settle_row
 from prokl.kernels.weigh import weigh
 from prokl.pair import Pair, parts
+from tests import tensor_cores
 from tests.inputs import normal
 from tests.kernel_cases import (
     BF16,
@@ -31,6 +33,15 @@ from tests.kernel_cases import (
     SYMMETRIC,
     assert_close,
 )
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="looks into the interpreter")
+def test_float32_takes_three_products_of_tf32_parts(monkeypatch):
+    monkeypatch.setattr(operands, "INTERPRETED", False)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.dot)
+    A, B = normal(2, 20, 40, seed=1), normal(2, 40, 33, seed=2)
+    assert torch.equal(product(A, B, tile=TF32), tensor_cores.product(A, B, depth=TF32.k))
+
 
 BOTH = pytest.mark.parametrize("case", [PRODUCT, SYMMETRIC], ids=lambda case: case.name)
 

@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 from bench.micro.case import Sizes
 from bench.micro.states import H
 from prokl.algorithm.types import Admitted, Roots
-from prokl.kernels import launch
+from prokl.kernels import launch, operands
 from prokl.kernels.project import TILES, TILES_PAIR, choose_tile, project
 from prokl.pair import Pair
 from tests import tensor_cores
@@ -25,6 +25,7 @@ def arguments(B, M, N, R, dtypes=()):
 @pytest.mark.parametrize("balanced", [False, True], ids=["faithful", "balanced"])
 def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatch):
     """Not into the whole, of which they would cut off a little every time: 3 n / 16 times of pairs."""
+    monkeypatch.setattr(operands, "INTERPRETED", False)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.dot)
     G, momentum, U = arguments(2, 5, 333, 20)
     U = Pair.split(U) if balanced else U

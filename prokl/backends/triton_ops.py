@@ -1,7 +1,7 @@
 """The operations as Triton launches, and the reading and writing of a bucket through tables.
 
-Products of float32 are split into three of TF32 (``tf32x3``), about as exact as float32 and several times as fast on
-a GPU; torch's own TF32 switches touch none of them.
+Products of float32 are split into three of TF32, about as exact as float32 and several times as fast on a GPU;
+torch's own TF32 switches touch none of them.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
