@@ -46,9 +46,8 @@ def test_the_shown_factorisation_tells_which_matrices_fell_back(extension_on_cpu
     assert scope["Q"].shape == A.shape and scope["fell_back"].tolist() == [False, True]
 
 
-def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
+def test_what_is_shown_of_diagnostics_logs_every_figure():
     (block,) = re.findall(r"```python\n(from prokl import diagnostics\n\nloss.*?)```", DIAGNOSTICS, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
     model = nn.Linear(6, 5, bias=False)
     optimizer, logged = prokl.ProKLShampoo(model.parameters(), lr=0.02, rank=2), {}
     logger = SimpleNamespace(log=lambda values, step: logged.update({step: values}))
@@ -58,7 +57,6 @@ def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
         exec(block, {"optimizer": optimizer, "logger": logger, "step": step, "loss": loss})
     assert list(logged) == [0, 100] and not logged[0]  # nothing has begun before the first step
     assert 0 < next(value for key, value in logged[100].items() if key.endswith("/captured_energy")) < 1
-    assert (tmp_path / "spectra.png").stat().st_size > 1000
 
 
 class Block(nn.Module):
