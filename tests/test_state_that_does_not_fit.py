@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, both, weight
-from tests.training import differences, fine_and_odd, give, named, refused, train, weights_of
+from tests.inputs import KL, PRO, both
+from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
 """Classes with options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
@@ -35,12 +35,12 @@ def setting(i, **values):
     return lambda state, groups: groups[i].update(values)
 
 
-def to(**values):
-    """A change of the state of "bias", or of its weight W, to other tensors' data."""
+def to(i=2, **values):
+    """A change of the state of weight i, or of the weight W itself, to other tensors' data."""
 
     def change(optimizer, weights):
-        own = {"W": weights[2], **optimizer.state[weights[2]]}
-        weights[2].grad = None
+        own = {"W": weights[i], **optimizer.state[weights[i]]}
+        weights[i].grad = None
         for key, value in values.items():
             own[key].data = value(own[key].data)
 
@@ -185,6 +185,7 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
     "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50].clone()), r"bias has exp_avg_sq of shape \(50,\)"),
     "expanded through data": (to(exp_avg=lambda t: t[:1].clone().expand(54)), "bias has exp_avg with several"),
     "negated through data": (to(W=lambda t: torch._neg_view(-t)), "bias is a tensor with a negation"),
+    "a matrix negated through data": (to(0, W=lambda t: torch._neg_view(-t)), "fine is a tensor with a negation"),
     **{
         f"converted to {end}": (
             to(W=lambda t, end=end: t.to(end)),
@@ -283,7 +284,15 @@ def made_anew(cls=PRO, odd=(6, 10)):
 BAD_CLOCKS = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5, math.nan, math.inf)))
 # The class that loads, the change, and the error; "fine" where the first weight is wrong already.
 WRONG = {
-    "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
+    **{
+        f"another width, {cls.__name__}": (
+            cls,
+            made_anew(cls, odd=(6, 12)),
+            r"odd \(weight \(6, 10\)\) has M_Q of shape \(6, 12\) where "
+            rf"{cls.__name__} needs \(6, 10\)\. Load a state dict of the same optimizer, model, rank, .* and split\.$",
+        )
+        for cls in (PRO, KL)
+    },
     "more dimensions": (PRO, made_anew(odd=(1, 6, 10)), "odd"),
     "another algorithm": (PRO, setting(0, algorithm="adamw"), "algorithm='adamw' of loaded group 0: it is 'matrix'"),
     "another rank": (PRO, setting(0, rank=5), "odd|fine"),
@@ -358,14 +367,6 @@ def test_state_in_units_that_its_group_has_not_is_refused():
         optimizer.load_state_dict(state)
 
 
-def test_a_wrappers_keys_stay_in_a_state_that_has_not_begun():
-    optimizer = PRO(named((4, 6)))
-    (p,) = weights_of(optimizer)
-    optimizer.state[p]["momentum_buffer"] = "a wrapper's"
-    train(optimizer, range(2))
-    assert optimizer.state[p]["momentum_buffer"] == "a wrapper's" and optimizer.state[p]["step"] == 1
-
-
 def test_a_tensor_in_the_place_of_a_list_of_parameters_is_refused():
     optimizer = fine_and_odd(PRO)
     optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][0]
@@ -378,12 +379,3 @@ def test_a_state_that_is_none_is_refused_by_name():
     optimizer.state[optimizer.param_groups[0]["params"][0]] = None
     with pytest.raises(ValueError, match="Invalid state of fine: must be a dict"):
         optimizer.step()
-
-
-def test_an_expanded_parameter_of_another_class_is_refused_before_a_step():
-    class Own(torch.nn.Parameter):
-        pass
-
-    table = Own(torch.ones(1).expand(5))
-    with pytest.raises(ValueError, match="several elements in one place of memory"):
-        PRO([{"params": [weight(4, 6)]}, {"params": [table], "algorithm": "adamw", "lr": 0.1}])
