@@ -180,7 +180,7 @@ def test_figures_of_a_spectrum_refuse_what_is_none(measure):
     for spectrum in BAD_SPECTRA:
         with pytest.raises(ValueError, match="eigenvalues"):
             measure(spectrum, 1)
-    for rank in (1.5, True, "auto", -1, None):
+    for rank in (1.5, True, "auto", -1, 4, None):
         with pytest.raises(ValueError, match=f"Invalid rank={rank!r}: must be an integer from 0 to 3"):
             measure(SPECTRUM, rank)
     assert measure(torch.tensor([torch.nan] * 3), 1).isnan().all()
