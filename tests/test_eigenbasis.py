@@ -1,14 +1,12 @@
 """M and L in the eigenbasis: bases stay orthonormal, idle rows stay idle, and the state may be bfloat16."""
 
-from contextlib import ExitStack
-from unittest.mock import patch
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.pro_klshampoo import refresh
-from prokl.backends import cuda_qr
 from prokl.backends.torch_pairs import PairedAlgebra
 from tests.inputs import KL, METHODS, PRO, normal
 from tests.problems import relative
@@ -125,29 +123,20 @@ def test_idle_rows_stay_bit_for_bit_after_a_low_rank_start(method, path, shape, 
     assert not stayed.any() and moved.any()
 
 
-@pytest.mark.parametrize("precision", ["faithful", "balanced"])
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
-def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
-    pytest.importorskip("triton")
-    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
-    for idle in (IDLE["rows"], IDLE["columns"]):
-        stayed, moved = idle_part(PRO, "triton", shape, idle, 2, **own)
-        assert not stayed.any() and moved.any()
+KERNEL_CASES = [(shape, part, False) for shape in SHAPES[:2] for part in ("rows", "columns")]
+KERNEL_CASES += [(*case, True) for case in SHAPE_CASES[::2]]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="puts the extension for a CPU in the place of a GPU's")
 @pytest.mark.parametrize("precision", ["faithful", "balanced"])
-@pytest.mark.parametrize("shape, part", SHAPE_CASES[::2], ids=str)
-def test_idle_rows_stay_bit_for_bit_with_the_extension(extension_on_cpu, shape, part, precision):
+@pytest.mark.parametrize("shape, part, extension", KERNEL_CASES, ids=str)
+def test_idle_rows_stay_bit_for_bit_in_kernels(shape, part, extension, precision, request):
+    """With PyTorch's QR, or with the extension for a CPU in the place of a GPU's."""
     pytest.importorskip("triton")
-    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
-    with ExitStack() as stack:
-        of_the_extension = [
-            stack.enter_context(patch.object(cuda_qr, name, wraps=getattr(cuda_qr, name)))
-            for name in ("track", "semidefinite_qr", "coordinates_qr")
-        ]
+    if extension and torch.cuda.is_available():
+        pytest.skip("puts the extension for a CPU in the place of a GPU's")
+    with request.getfixturevalue("takes_the_extension")() if extension else nullcontext():
+        own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
         stayed, moved = idle_part(PRO, "triton", shape, IDLE[part], 2, **own)
-    assert all(operation.called for operation in of_the_extension)
     assert not stayed.any() and moved.any()
 
 
