@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import prokl
+from prokl.algorithm.settings import PRECISIONS
 from tests.following import TOLERANCE, follow
 from tests.inputs import BACKENDS, KL, PRO
 from tests.transcription import VARIANTS, ProTranscription, low_rank_plus_noise, relative_error
@@ -134,19 +135,25 @@ def test_residual_of_rounding_noise_contributes_nothing(backend, shape):
     assert relative_error(parameter.detach(), paper.W) < TOLERANCE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_rounded_basis_loses_is_no_complement(backend):
+INTERPRETED = [pytest.param("triton", precision, 8, marks=pytest.mark.slow) for precision in PRECISIONS]
+
+
+@pytest.mark.parametrize("backend, precision, steps", [*((backend, None, 40) for backend in BACKENDS), *INTERPRETED])
+def test_what_a_rounded_basis_loses_is_no_complement(backend, precision, steps):
     """All gradients lie in the tracked subspace, which bfloat16 stores to three digits: nothing leaves it."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(3)
     rows = torch.linalg.qr(torch.randn(64, 2, generator=generator)).Q.T
-    weight = torch.nn.Parameter(torch.zeros(32, 64))
-    optimizer = prokl.ProKLShampoo([weight], rank=2, state_dtype=torch.bfloat16, backend=backend)
-    for _ in range(40):
-        weight.grad = torch.randn(32, 2, generator=generator) @ rows
+    weight = torch.nn.Parameter(torch.zeros(32, 64, device=device))
+    own = {"state_dtype": torch.bfloat16, "backend": backend, "precision": precision}
+    optimizer = prokl.ProKLShampoo([weight], rank=2, **own)
+    for _ in range(steps):
+        weight.grad = (torch.randn(32, 2, generator=generator) @ rows).to(device)
         optimizer.step()
-    inside = weight.detach() @ rows.T @ rows
+    weight = weight.detach().cpu()
+    inside = weight @ rows.T @ rows
     # U is off by 2^-9 in each entry, and so is what the subspace part points to.
-    assert (weight.detach() - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
+    assert (weight - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
 
 
 # KL-Shampoo
