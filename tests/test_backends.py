@@ -88,12 +88,6 @@ def test_graphs_leave_out_refreshes_that_magma_solves(old, extension, captured, 
     assert (made.graphs, made.graphs_of_refreshes) == (True, captured)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
-def test_an_unknown_backend_is_named_with_the_choices(backend):
-    with pytest.raises(ValueError, match=rf"Invalid backend='{backend}': must be one of \(None, 'reference', 'torch'"):
-        select(backend, CPU)
-
-
 def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
     monkeypatch.setattr("prokl.kernels.launch.INTERPRETED", False)
     with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
@@ -146,3 +140,9 @@ def test_a_listener_of_the_users_own_hears_all_and_stays(lines):
         lines(("a", True), ("b", False), ("a", True))
         assert triton.knobs.compilation.listener is own
     assert heard == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
+def test_an_unknown_backend_is_named_with_the_choices(backend):
+    with pytest.raises(ValueError, match=rf"Invalid backend='{backend}': must be one of \(None, 'reference', 'torch'"):
+        select(backend, CPU)

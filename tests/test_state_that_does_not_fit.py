@@ -367,15 +367,13 @@ def test_state_in_units_that_its_group_has_not_is_refused():
         optimizer.load_state_dict(state)
 
 
-def test_a_tensor_in_the_place_of_a_list_of_parameters_is_refused():
+def test_what_is_no_list_of_parameters_or_no_state_is_refused_by_name():
     optimizer = fine_and_odd(PRO)
-    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][0]
+    vectors = optimizer.param_groups[1]["params"]
+    optimizer.param_groups[1]["params"] = vectors[0]
     with pytest.raises(ValueError, match="Invalid params of group 1, a Parameter: must be a list of tensors"):
         optimizer.step()
-
-
-def test_a_state_that_is_none_is_refused_by_name():
-    optimizer = fine_and_odd(PRO)
+    optimizer.param_groups[1]["params"] = vectors
     optimizer.state[optimizer.param_groups[0]["params"][0]] = None
     with pytest.raises(ValueError, match="Invalid state of fine: must be a dict"):
         optimizer.step()
