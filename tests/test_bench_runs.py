@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 from pandas import DataFrame, concat
 
-from bench import rows
+from bench import rows, workers
 from bench.models import gpt2
 from bench.rows import frame
 from bench.study import __main__ as command
@@ -25,7 +27,7 @@ from bench.training.shards import write_shard
 from bench.training.sources import open_source
 from bench.workers import GOES_ON, one_run_each
 from tests.commands import ROOT
-from tests.experiments import HYPERS, MICRO, processes_as_threads, text_in
+from tests.experiments import HYPERS, MICRO, text_in
 
 LONGER = replace(MICRO, steps=14)
 
@@ -239,13 +241,18 @@ def run(shard, out, name, *options_):
         return command.main([name, *map(str, given)])
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    with processes_as_threads():
-        yield
+@pytest.fixture
+def threads(monkeypatch):
+    """The pool's processes as threads, so that what a test has changed is there, too."""
+    monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
+    monkeypatch.setattr(loop, "asked_to_stop", lambda: nullcontext(lambda: False))  # signals are the main thread's
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("threads")
 def test_a_comparison_has_all_runs_and_repeats_none(shard, tmp_path, monkeypatch, capsys):
     begun, start = [], Run.__init__
 
@@ -285,6 +292,7 @@ def test_a_comparison_has_all_runs_and_repeats_none(shard, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("threads")
 def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     options = ["--models", "gpt2-tiny", "--lengths", "1", "--forms", "adamw", "--seeds", "0"]
@@ -299,6 +307,7 @@ def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch):
     assert command.main(arguments) == 0 and (tmp_path / "lengths.csv").read_bytes() == before
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monkeypatch):
     written = []
 

@@ -1,7 +1,5 @@
 """Weights as their modules store them: (in, out) or (out, in), one matrix or several; known, or told by hand."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,7 @@ from torch import nn
 from prokl import param_groups
 from tests.routing import RATES, Conv1D, holding, linear, of_class
 from tests.routing import routes as every_route
+from tests.training import silent
 
 
 def routes(model, **options):
@@ -247,8 +246,7 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
         with pytest.warns(UserWarning, match=says):
             param_groups(own, **RATES)
     told = ({"split": {"*.qkv.weight": 3}}, {"split": {"*.qkv.weight": 1}}, {"split_fused": False})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         for own in told:
             param_groups(model, **RATES, **own)
         param_groups(holding(qkv=linear(8, 12)), **RATES)  # one key and value for all heads, or something else

@@ -1,7 +1,5 @@
 """Exported and scripted models, whose layers have no classes of their own, are routed as the model itself."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from prokl import param_groups
 from tests.inputs import PRO
 from tests.routing import RATES
-from tests.training import train
+from tests.training import silent, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -81,7 +79,6 @@ def test_a_graph_without_classes_is_read_by_shapes_and_names():
 def test_a_plain_module_with_a_weight_is_no_exported_one():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(8, 8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         (route,) = param_groups(model, **RATES).routes
     assert route.reason == "2-D, weight of Module"

@@ -35,12 +35,12 @@ def setting(i, **values):
     return lambda state, groups: groups[i].update(values)
 
 
-def to(i=2, **values):
-    """A change of the state of weight i, or of the weight W itself, to other tensors' data."""
+def to(**values):
+    """A change of the state of "bias", or of its weight W, to other tensors' data."""
 
     def change(optimizer, weights):
-        own = {"W": weights[i], **optimizer.state[weights[i]]}
-        weights[i].grad = None
+        own = {"W": weights[2], **optimizer.state[weights[2]]}
+        weights[2].grad = None
         for key, value in values.items():
             own[key].data = value(own[key].data)
 
@@ -185,7 +185,6 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
     "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50].clone()), r"bias has exp_avg_sq of shape \(50,\)"),
     "expanded through data": (to(exp_avg=lambda t: t[:1].clone().expand(54)), "bias has exp_avg with several"),
     "negated through data": (to(W=lambda t: torch._neg_view(-t)), "bias is a tensor with a negation"),
-    "a matrix negated through data": (to(0, W=lambda t: torch._neg_view(-t)), "fine is a tensor with a negation"),
     **{
         f"converted to {end}": (
             to(W=lambda t, end=end: t.to(end)),
