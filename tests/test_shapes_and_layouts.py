@@ -133,6 +133,12 @@ TURNS = [
     for i, form in enumerate(FUSED.values())
     for j, method in enumerate(METHODS)
 ]
+# In kernels both methods, each in two forms.
+TURNS += [
+    pytest.param(*form, method, "triton", marks=pytest.mark.slow)
+    for i, form in enumerate(list(FUSED.values())[1:5])
+    for method in [("pro-klshampoo", "klshampoo")[i % 2]]
+]
 
 
 @pytest.mark.parametrize("shape, keys, shapes, method, path", TURNS, indirect=["method", "path"])
