@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, both
+from tests.inputs import KL, PRO
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
@@ -201,21 +201,6 @@ def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, cha
     assert_refused_by_hand(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
-@both
-@pytest.mark.parametrize("clock", [6, torch.tensor([6, 5])], ids=["", "stack"])
-def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
-    """The next refresh comes when the clock says."""
-    odd = (2, 6, 10) if torch.is_tensor(clock) else (6, 10)
-    optimizer, same = (fine_and_odd(cls, odd, precondition_frequency=7) for _ in range(2))
-    state = same.state_dict()
-    state["state"][1]["step"] = torch.as_tensor(clock)
-    same.load_state_dict(state)
-    own = optimizer.state[weights_of(optimizer)[1]]
-    own["step"] = clock
-    assert differences(train(optimizer, [3]), train(same, [3])) == set()
-    assert torch.equal(torch.as_tensor(own["step"]), torch.as_tensor(clock) + 1)
-
-
 def test_a_fused_group_takes_state_that_lies_as_its_weight():
     """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
     optimizer = fine_and_odd(PRO, adamw={"fused": True})
@@ -237,20 +222,6 @@ def test_a_fused_group_asks_for_the_strides_of_more_than_one_row(rows, fits):
     with nullcontext() if fits else refused(optimizer, r"a gradient of strides \(8, 1\).*fused"):
         optimizer.step()
     assert (w != before).all() if fits else (w == before).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_converted_adamw_model_goes_on_by_loading_its_state(dtype):
-    """The message says so."""
-    optimizer = fine_and_odd(PRO)
-    for p in weights_of(optimizer):
-        p.grad, p.data = None, p.data.to(dtype)
-    with refused(optimizer, "bias has .*by optimizer.load_state_dict"):
-        train(optimizer, [3])
-    optimizer.load_state_dict(optimizer.state_dict())
-    before = [p.detach().clone() for p in weights_of(optimizer)]
-    train(optimizer, [3])
-    assert not any(map(torch.equal, before, weights_of(optimizer)))
 
 
 def test_adamws_state_stays_while_its_weight_is_on_meta():
@@ -295,6 +266,7 @@ WRONG = {
     "more dimensions": (PRO, made_anew(odd=(1, 6, 10)), "odd"),
     "another algorithm": (PRO, setting(0, algorithm="adamw"), "algorithm='adamw' of loaded group 0: it is 'matrix'"),
     "another rank": (PRO, setting(0, rank=5), "odd|fine"),
+    "other units": (PRO, setting(0, init_eigenvalue=1.0), "fine .*has lambda_0, in whose units init_eigenvalue='auto'"),
     "of KLShampoo": (PRO, made_anew(KL), "fine .*has R_Q, Q_R.* and no tensor U where"),
     "of ProKLShampoo": (KL, made_anew(PRO), r"fine .*has U, S, Q_S.* and no tensor R_Q where"),
     "of Adam": (PRO, of_another_optimizer("exp_avg"), r"fine has the state of another algorithm"),
@@ -356,14 +328,6 @@ def test_a_loaded_count_of_adamws_steps_may_be_any_number(count):
             entry["step"] = count
     optimizer.load_state_dict(state)
     assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
-
-
-def test_state_in_units_that_its_group_has_not_is_refused():
-    optimizer = fine_and_odd(PRO)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0]["init_eigenvalue"] = 1.0
-    with refused(optimizer, "has lambda_0, in whose units init_eigenvalue='auto'"):
-        optimizer.load_state_dict(state)
 
 
 def test_what_is_no_list_of_parameters_or_no_state_is_refused_by_name():
