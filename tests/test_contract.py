@@ -3,8 +3,6 @@
 What PyTorch asks of every optimizer of its own, under schedulers and hooks, is in the files test_torch_optimizers_*.
 """
 
-import copy
-
 import pytest
 import torch
 
@@ -39,22 +37,6 @@ def build(method, *shapes, dtype=torch.float32, **settings):
 def test_maximize_equals_minimising_the_negated_gradient(method, backend):
     up, down = (build(method, backend=backend, maximize=up, precondition_frequency=3) for up in (True, False))
     assert differences(train(up, range(6)), train(down, range(6), size=-1.0)) == set()
-
-
-def test_a_step_takes_the_gradients_that_its_closure_makes(method, backend):
-    given, before = (build(method, backend=backend) for _ in range(2))
-
-    def loss(optimizer):
-        optimizer.zero_grad()
-        found = sum(p.square().sum() for p in weights_of(optimizer))
-        found.backward()
-        return found
-
-    for _ in range(4):
-        found, wanted = given.step(lambda: loss(given)), loss(before)
-        before.step()
-        assert same_bits(found.detach(), wanted.detach())
-    assert differences(given, before) == set()
 
 
 # The three dtypes write by code of their own; maximize, which negates a copy, needs one of them.
@@ -134,22 +116,6 @@ def test_a_setting_of_one_group_is_not_the_other_groups(cls, key):
     assert len(list(optimizer.engine.buckets())) == 2
 
 
-@pytest.mark.parametrize("what", ["weight", "group"])
-def test_a_weight_taken_out_by_hand_is_no_longer_stepped(method, what):
-    cls, kwargs = method
-    groups = [{"params": [weight(6, 10)]}, {"params": [weight(6, 10, seed=1)], "lr": 0.5, "precondition_frequency": 2}]
-    optimizer = train(cls(groups, **kwargs), range(3))
-    twin, weights = copy.deepcopy(optimizer), weights_of(optimizer)
-    before = weights[0].detach().clone()
-    if what == "weight":
-        del optimizer.param_groups[0]["params"][0]
-    else:
-        del optimizer.param_groups[0]
-    train(optimizer, range(3, 6), weights)
-    assert same_bits(weights[0], before)
-    assert differences(optimizer, contents(train(twin, range(3, 6)))[1:]) == set()
-
-
 ADAMW = {  # the dtype in turn
     "defaults": (torch.float32, {}),
     "no foreach": (torch.bfloat16, {"foreach": False}),
@@ -195,17 +161,6 @@ def test_a_changed_hyperparameter_takes_effect_at_once(cls, name):
             train(each, [call])
         assert differences(optimizer, changed) == set()
         assert moved(contents(unchanged), optimizer) == ALL
-
-
-def test_the_backend_may_change_between_steps(method):
-    runs = []
-    for backends in (["torch"] * 6, ["torch", "reference", "reference", None, "reference", "torch"]):
-        optimizer = build(method, dtype=torch.float64, precondition_frequency=3)
-        for call, name in enumerate(backends):
-            optimizer.param_groups[0]["backend"] = name
-            train(optimizer, [call])
-        runs.append(contents(optimizer))
-    assert_close(*runs, [p for _, p in named(*SHAPES, dtype=torch.float64)])
 
 
 def test_grad_scaler_skips_an_overflow_and_goes_on(method):
