@@ -163,6 +163,17 @@ def test_a_changed_hyperparameter_takes_effect_at_once(cls, name):
         assert moved(contents(unchanged), optimizer) == ALL
 
 
+def test_the_backend_may_change_between_steps(method):
+    runs = []
+    for backends in (["torch"] * 6, ["torch", "reference", "reference", None, "reference", "torch"]):
+        optimizer = build(method, dtype=torch.float64, precondition_frequency=3)
+        for call, name in enumerate(backends):
+            optimizer.param_groups[0]["backend"] = name
+            train(optimizer, [call])
+        runs.append(contents(optimizer))
+    assert_close(*runs, [p for _, p in named(*SHAPES, dtype=torch.float64)])
+
+
 def test_grad_scaler_skips_an_overflow_and_goes_on(method):
     cls, kwargs = method
     torch.manual_seed(0)

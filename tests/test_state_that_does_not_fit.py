@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.inputs import KL, PRO
+from tests.inputs import KL, PRO, both
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
@@ -188,7 +188,7 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
     **{
         f"converted to {end}": (
             to(W=lambda t, end=end: t.to(end)),
-            f"bias has exp_avg of torch.float.* and the weight is {end}",
+            f"bias has exp_avg of torch.float.* and the weight is {end}.* by optimizer.load_state_dict",
         )
         for end in (torch.bfloat16, torch.float64)
     },
@@ -199,6 +199,21 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
 @pytest.mark.parametrize("change, says", BY_HAND.values(), ids=BY_HAND)
 def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, change, says):
     assert_refused_by_hand(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
+
+
+@both
+@pytest.mark.parametrize("clock", [6, torch.tensor([6, 5])], ids=["", "stack"])
+def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
+    """The next refresh comes when the clock says."""
+    odd = (2, 6, 10) if torch.is_tensor(clock) else (6, 10)
+    optimizer, same = (fine_and_odd(cls, odd, precondition_frequency=7) for _ in range(2))
+    state = same.state_dict()
+    state["state"][1]["step"] = torch.as_tensor(clock)
+    same.load_state_dict(state)
+    own = optimizer.state[weights_of(optimizer)[1]]
+    own["step"] = clock
+    assert differences(train(optimizer, [3]), train(same, [3])) == set()
+    assert torch.equal(torch.as_tensor(own["step"]), torch.as_tensor(clock) + 1)
 
 
 def test_a_fused_group_takes_state_that_lies_as_its_weight():

@@ -22,9 +22,8 @@ def groups(**options):
 def test_an_lr_that_every_group_overrides_is_told(cls, lr):
     if lr is None:  # as somebody writes it, not the very default
         lr = float(repr(inspect.signature(cls).parameters["lr"].default))
-    says = (
-        f"^{re.escape(f'lr={lr}')} of the .* reaches no group, as all have their own: lr=0\\.05\\. Set .*param_groups"
-    )
+    given = re.escape(repr(lr))
+    says = rf"^lr={given} of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
     with told_once(says, __file__):
         optimizer = cls(groups(), lr=lr)
     assert optimizer.param_groups[0]["lr"] == 0.05
