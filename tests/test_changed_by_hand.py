@@ -84,10 +84,11 @@ def test_what_a_wrapper_keeps_beside_the_state_is_kept_and_saved(cls):
     """Lookahead and averaging wrappers put tensors of their own into ``optimizer.state[p]``, whether it has begun."""
     groups = [{"params": named(SHAPE, SHAPE)}, {"params": named((9,), first=2), "algorithm": "adamw", "lr": 0.1}]
     optimizer = cls(groups)
-    for first in (range(0), [0]):
-        train(optimizer, first, missing={(0, 0), (0, 2)})
-        for p in weights_of(optimizer):  # before there is state, and where some still wait for a gradient
-            optimizer.state[p].update(slow=kept(p), momentum_buffer=7)
+    for p in weights_of(optimizer):  # before there is state
+        optimizer.state[p]["momentum_buffer"] = 7
+    train(optimizer, [0], missing={(0, 0), (0, 2)})
+    for p in weights_of(optimizer):  # some still wait for a gradient
+        optimizer.state[p]["slow"] = kept(p)
     slow = [optimizer.state[p]["slow"] for p in weights_of(optimizer)]
     train(optimizer, range(1, 3))
     twin = fresh(optimizer)
@@ -215,6 +216,16 @@ def test_the_layout_is_built_once_after_a_stated_event_alone(event, count, monke
 @both
 def test_every_setting_is_among_those_that_are_changed(cls):
     assert cls(named(SHAPE)).defaults.keys() - OTHERS.keys() == {"algorithm", "transposed", "split"}
+
+
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_a_weight_that_became_a_lazy_negation_is_refused(algorithm):
+    p = torch.nn.Parameter(normal(4, 6))
+    optimizer = train(PRO([{"params": [p], "algorithm": algorithm, "lr": 0.01}]), range(2))
+    p.data = torch._neg_view(p.data)
+    p.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="negation"):
+        optimizer.step()
 
 
 # Random mixtures
