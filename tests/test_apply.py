@@ -6,7 +6,7 @@ import torch
 from bench.micro.case import Sizes
 from prokl.kernels.apply import apply
 from tests.kernel_cases import APPLY, assert_close
-from tests.test_stack import DEVICE, FEW, GUARD, Bucket
+from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
 
 def arguments(bucket, r, dtypes=()):
@@ -54,6 +54,24 @@ def test_lr_and_weight_decay_are_read_in_float64():
     before = bucket.dense()
     assert_applied(bucket, a | {"lr": torch.zeros(1, device=DEVICE)})
     assert torch.equal(bucket.dense(), before)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_lr_and_weights_that_move():
+    bucket = Bucket(64, 96, torch.float32)
+    a = arguments(bucket, 16) | {"lr": torch.full((COUNT,), 0.1, device=DEVICE)}
+    assert_applied(bucket, a)  # compiled before the capture
+    X, rest = a["X"], {k: t for k, t in a.items() if k not in ("W", "X")}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        apply(bucket.table, X, dtype=bucket.dtype, **rest)
+    bucket.matrices = [None if t is None else t.clone() for t in bucket.matrices]
+    bucket.addresses.update(bucket.matrices, bucket.counts)
+    a["lr"].fill_(0.7)
+    given = bucket.given()
+    i = {k: t[given] for k, t in (a | {"W": bucket.dense()}).items()}
+    graph.replay()
+    assert_close(APPLY, [bucket.dense()[given]], i)
 
 
 def test_a_zero_scale_hides_whatever_x_holds():

@@ -9,6 +9,7 @@ from tests.kernel_cases import DEVICE, STACK, assert_close
 
 SIZES = [(1, 1), (1, 200), (5, 3), (64, 64), (48, 160)]
 GUARD = 77.0
+COUNT = 17  # matrices of a whole bucket
 FEW = ("aligned rows of a wider one", "columns", "every other element of columns")  # a layout for each way to load
 
 
@@ -121,3 +122,18 @@ def test_what_is_wrong_is_named(change, message):
     arguments = {"addresses": table, "m": 5, "n": 9, "dtype": torch.float32} | change
     with pytest.raises(ValueError, match=message):
         stack(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_matrices_that_move():
+    addresses = PointerTable(1, DEVICE)
+    first, second = torch.randn(2, 1, 70, 130, device=DEVICE)
+    addresses.update([first], [1])
+    stack(addresses.table, 70, 130, dtype=torch.float32)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        G, _ = stack(addresses.table, 70, 130, dtype=torch.float32)
+    for t in (second, second.mT.contiguous().mT, first):
+        addresses.update([t], [1])
+        graph.replay()
+        assert torch.equal(G, t)

@@ -134,3 +134,17 @@ def test_offsets_beyond_32_bits():
     value = torch.ones(3, 7, device=DEVICE)
     store([Slot(wide, value)])
     assert torch.equal(wide.float(), value) and int(to.count_nonzero()) == 21
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_masks_and_values():
+    to, value, mask = torch.zeros(3, 50, device=DEVICE), torch.ones(3, 50, device=DEVICE), masks_of(3)[0]
+    slots = [Slot(to, value, (mask,))]
+    store(slots)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store(slots)
+    mask.fill_(True)
+    value.fill_(3.0)
+    graph.replay()
+    assert (to == 3).all()
