@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
-from tests.host_extension import extension_on_cpu, host_module  # noqa: F401  (fixtures)
+from tests.host_extension import extension_on_cpu, host_module, takes_the_extension  # noqa: F401  (fixtures)
 from tests.inputs import method, path  # noqa: F401  (fixtures)
 from tests.interpreter import quicken
 from tests.qr_forms import form_of  # noqa: F401  (a fixture)

@@ -1,15 +1,7 @@
 """An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; optimizers and text for it."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-
-import pytest
-import torch
-
-from bench import workers
 from bench.models import gpt2
 from bench.optimizers import Hyper
-from bench.training import loop
 from bench.training.run import Scale
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), (2, 4, 8), 4, 2, 4, batch=4)
@@ -26,14 +18,3 @@ def text_in(folder):
     path = folder / "text.txt"
     path.write_text("many words of text that come back again and again " * 40)
     return path
-
-
-@contextmanager
-def processes_as_threads():
-    """Have the pool's processes as threads, so that what a test has changed is there, too."""
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "one_run_each", ThreadPoolExecutor)
-        patch.setattr(loop, "asked_to_stop", lambda: nullcontext(lambda: False))  # signals are the main thread's
-        yield
-    torch.set_num_threads(before)

@@ -8,9 +8,8 @@ import torch
 
 from prokl.algorithm.reference import in_weight_coordinates
 from tests.inputs import KL, PRO, normal
-from tests.kl_transcription import KLTranscription
 from tests.problems import largest
-from tests.transcription import ProTranscription, column_signs, relative_error, with_signs
+from tests.transcription import KLTranscription, ProTranscription, column_signs, relative_error, with_signs
 
 TOLERANCE = 1e-9
 """Measured with torch 2.13 on a CPU: at most 1.3e-11 on either path, in the weights or any state tensor, and mostly

@@ -14,10 +14,11 @@ import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from prokl.backends import extension
+from prokl.backends import cuda_qr, extension
 from tests.building import run
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,21 @@ def extension_on_cpu(host_module, monkeypatch):
     """The extension's sources in place of prokl._C, so that prokl.cuda_qr takes CPU tensors."""
     monkeypatch.setattr(extension, "load", lambda: (host_module, None))
     return host_module
+
+
+@pytest.fixture
+def takes_the_extension(extension_on_cpu):
+    """A context in which every one of the extension's factorisations has to be called."""
+
+    @contextlib.contextmanager
+    def every():
+        with contextlib.ExitStack() as stack:
+            names = ("track", "semidefinite_qr", "coordinates_qr")
+            called = [stack.enter_context(patch.object(cuda_qr, n, wraps=getattr(cuda_qr, n))) for n in names]
+            yield
+        assert all(operation.called for operation in called)
+
+    return every
 
 
 def extension_flags():

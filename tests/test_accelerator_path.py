@@ -97,17 +97,18 @@ def test_counts_of_fused_adamw_follow_their_weights_device():
     assert {t.device for t in (*found.values(), *adamw.skipped.values())} == {weights[0].device}
 
 
-def test_large_finite_gradients_step_fused_adamw(no_branching):
-    weights = [weight(4096, dtype=torch.float16), weight(5)]
-    group = {"params": weights, "algorithm": "adamw", "lr": 0.1, "eps": 1e-3, "fused": True}
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_finite_gradients_step_adamw(fused, monkeypatch):
+    """On a device those of float32, too, whose squares float32 does not hold."""
+    weights = [weight(4096, dtype=torch.float16), *[weight(5)] * fused]
+    group = {"params": weights, "algorithm": "adamw", "lr": 0.1, "eps": 1e-3, "fused": fused}
+    given = [normal(4, 6), torch.full((4096,), 6e4, dtype=torch.float16), *[torch.full((5,), 3e38)] * fused]
+    if fused:
+        forbid_host_reads(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = ProKLShampoo([{"params": [weight(4, 6)]}, group], rank=2)
-    step(
-        optimizer,
-        [w for g in optimizer.param_groups for w in g["params"]],
-        [normal(4, 6), torch.full((4096,), 6e4, dtype=torch.float16), torch.full((5,), 3e38)],
-    )
+        step(optimizer, [w for g in optimizer.param_groups for w in g["params"]], given)
     assert all(float(optimizer.state[w]["step"]) == 1.0 for w in weights)
     assert not any("of group 1" in name for name in optimizer.skipped())
 

@@ -1,5 +1,6 @@
-"""A device gets the backend that runs there, and an error where the one asked for cannot."""
+"""A device gets the backend that runs there, an error where it cannot, and a line where kernels are compiled first."""
 
+import logging
 import re
 
 import pytest
@@ -8,8 +9,12 @@ import torch
 import prokl
 from prokl.backends import select as selection
 from prokl.backends.select import select
+from prokl.kernels import launch  # noqa: E402
 from prokl.ops import explain
 from tests.training import train
+
+triton = pytest.importorskip("triton")
+
 
 CPU = torch.device("cpu")
 
@@ -83,13 +88,61 @@ def test_graphs_leave_out_refreshes_that_magma_solves(old, extension, captured, 
     assert (made.graphs, made.graphs_of_refreshes) == (True, captured)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
-def test_an_unknown_backend_is_named_with_the_choices(backend):
-    with pytest.raises(ValueError, match=rf"Invalid backend='{backend}': must be one of \(None, 'reference', 'torch'"):
-        select(backend, CPU)
-
-
 def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
     monkeypatch.setattr("prokl.kernels.launch.INTERPRETED", False)
     with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
         select("triton", CPU)
+
+
+# The line that says why a first step takes long
+
+
+class Kernel:
+    """Compiles as it is launched, or finds what was compiled, and tells Triton's listener of it."""
+
+    def __init__(self, name, cache_hit):
+        self.__name__, self.cache_hit = name, cache_hit
+
+    def __getitem__(self, grid):
+        listener = triton.knobs.compilation.listener or dict
+        return lambda: listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=self.cache_hit)
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """Launch kernels, by name, of which this many are in the cache; return what was logged."""
+    monkeypatch.setattr(launch, "_logged", False)
+    monkeypatch.setattr(launch, "_begun", set())
+
+    def launched(*kernels):
+        with caplog.at_level(logging.INFO, "prokl"):
+            for name, cache_hit in kernels:
+                launch.start(Kernel(name, cache_hit), (1,), CPU)
+        return [record.getMessage() for record in caplog.records]
+
+    return launched
+
+
+def test_the_first_kernel_that_is_compiled_says_so_and_no_other(lines):
+    assert lines(("a", True)) == []
+    (line,) = lines(("b", False), ("c", False), ("b", False))
+    assert str(triton.knobs.cache.dir) in line
+
+
+def test_a_full_cache_says_nothing(lines):
+    assert lines(("a", True), ("b", True), ("a", True)) == []
+
+
+def test_a_listener_of_the_users_own_hears_all_and_stays(lines):
+    heard = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = own = lambda **compilation: heard.append(compilation["cache_hit"])
+        lines(("a", True), ("b", False), ("a", True))
+        assert triton.knobs.compilation.listener is own
+    assert heard == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
+def test_an_unknown_backend_is_named_with_the_choices(backend):
+    with pytest.raises(ValueError, match=rf"Invalid backend='{backend}': must be one of \(None, 'reference', 'torch'"):
+        select(backend, CPU)

@@ -277,15 +277,18 @@ def test_the_reference_skips_bad_gradients_without_device_reads(monkeypatch):
 @both
 @pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
 @pytest.mark.parametrize("call", [0, 4])
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
 def test_adamw_skips_a_gradient_that_is_not_finite(cls, flags, value, call):
-    """Weights beside it step on a CPU, and gradients are the caller's as they were."""
+    """Weights beside it step on a CPU, and gradients are the caller's as they were.
+
+    Of one that is too large to sum AdamW makes a second moment of infinity, by which every later update is zero.
+    """
     weights = [("matrix", weight(4, 6)), ("bad", weight(5, seed=1)), ("good", weight(5, seed=2))]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.1, **flags}]
     groups[1]["weight_decay"] = 0.1
     optimizer = train(cls(groups), range(call))
     before, gradients = contents(optimizer), [normal(*p.shape, seed=i) for i, (_, p) in enumerate(weights)]
-    gradients[1][2] = value
+    gradients[1][slice(None) if value == 3e38 else 2] = value
     step(optimizer, [p for _, p in weights], gradients)
     found, kept = contents(optimizer), {key for key in before[1] if key != "step"}
     assert all(same_bits(before[1][key], found[1][key]) for key in kept)
@@ -294,31 +297,3 @@ def test_adamw_skips_a_gradient_that_is_not_finite(cls, flags, value, call):
     assert optimizer.skipped() == {"matrix": 0, "bad": 1}
     train(optimizer, range(call + 1, call + 3))
     assert all(p.isfinite().all() for _, p in weights) and not same_bits(before[1]["W"], weights[1][1])
-
-
-def test_a_gradient_too_large_to_sum_is_skipped_as_adamw_would_stay():
-    """What AdamW's own step makes of it is a second moment of infinity, by which every later update is zero."""
-    p, alone = weight(5), weight(5)
-    optimizer = PRO([{"params": [weight(4, 6)]}, {"params": [p], "algorithm": "adamw", "lr": 0.1}])
-    adamw = torch.optim.AdamW([alone], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
-    for g in (torch.ones(5), torch.full((5,), 3e38), torch.ones(5)):
-        before = p.detach().clone(), alone.detach().clone()
-        p.grad, alone.grad = g.clone(), g.clone()
-        optimizer.step()
-        adamw.step()
-    assert optimizer.skipped()["parameter 0 of group 1"] == 1 and optimizer.state[p]["exp_avg_sq"].isfinite().all()
-    assert (
-        not torch.equal(p, before[0])
-        and torch.equal(alone, before[1])
-        and adamw.state[alone]["exp_avg_sq"].isinf().all()
-    )
-
-
-def test_large_half_precision_gradients_are_good_for_adamw():
-    p = weight(4096, dtype=torch.float16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = PRO([{"params": [weight(4, 6)]}, {"params": [p], "algorithm": "adamw", "lr": 0.1, "eps": 1e-3}])
-        p.grad = torch.full_like(p, 100.0)
-        optimizer.step()
-    assert "parameter 0 of group 1" not in optimizer.skipped()

@@ -177,13 +177,6 @@ def test_an_unfit_parameter_is_named_with_the_remedy(cls, tensor, remedy):
         optimizer.add_param_group({"params": [("block.odd", odd)]})
 
 
-def test_adamw_takes_no_weight_without_values_either():
-    tensor, remedy = UNUSABLE["on the meta device"]
-    optimizer = PRO([("fine", weight(4, 6))])
-    with refused(optimizer, rf"^block\.odd .*{remedy}"):
-        optimizer.add_param_group({"params": [("block.odd", parameter(tensor))], "algorithm": "adamw", "lr": 0.1})
-
-
 @pytest.mark.parametrize("place", [1, 3], ids=["matrix", "adamw"])
 @both
 def test_a_sparse_gradient_raises_before_anything_moves(cls, place):
@@ -203,3 +196,20 @@ def test_a_state_without_room_is_told_before_anything_moves():
     with pytest.raises(RuntimeError, match=r"No state for token_table of shape \(2, 3000000\).*adamw"):
         optimizer.step()
     assert torch.equal(fine, before)
+
+
+class Own(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    "odd, says",
+    [
+        (parameter(UNUSABLE["on the meta device"][0]), UNUSABLE["on the meta device"][1]),
+        (Own(torch.ones(1).expand(5)), "several elements in one place of memory"),
+    ],
+)
+def test_adamw_takes_no_weight_without_values_or_place_either(odd, says):
+    optimizer = PRO([("fine", weight(4, 6))])
+    with refused(optimizer, rf"^block\.odd .*{says}"):
+        optimizer.add_param_group({"params": [("block.odd", odd)], "algorithm": "adamw", "lr": 0.1})

@@ -1,14 +1,20 @@
-"""Searches list their runs in order: the paper's comparisons, and every length."""
+"""The paper's values and run lengths against its text; searches list their runs in order; what their tables show."""
 
 import math
 from itertools import islice
 
 import pytest
+from pandas import concat
 
-from bench.optimizers import PRO
+from bench import rows
+from bench.models import CONFIGS
+from bench.optimizers import PRO, Hyper
+from bench.presets import RUNS, SELECTED, preset
 from bench.rows import RESULTS, frame
+from bench.study import figures
+from bench.study import lengths_tables as tables
 from bench.study.comparisons import COMPARISONS, selected
-from bench.study.lengths import FORMS, FURTHEST, LONG, tuned, units, wanted
+from bench.study.lengths import FORMS, FURTHEST, LONG, Unit, at_default, tuned, units, wanted
 from bench.study.scales import TINY
 
 MODEL = "gpt2-tiny"
@@ -81,3 +87,91 @@ def test_a_search_without_a_minimum_goes_down_and_ends():
     for loss in (lambda unit: unit.lr, lambda unit: math.inf):
         losses = trained((400,), ("adamw",), (0,), loss=loss)
         assert len(losses) <= 2 * FURTHEST and best(losses, 400, "adamw").lr == min(unit.lr for unit in losses)
+
+
+# The paper's values
+
+
+PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")
+
+
+def test_the_paper_has_these_methods_at_these_ranks():
+    every = {(m, None) for m in ("adamw", "muon", "kl-shampoo")} | {("cosmos", 64), ("cosmos", 128)}
+    every |= {("pro-klshampoo", rank) for rank in (32, 64, 128)}
+    ablations = {("subspace-only", 128), ("complement-only", 128)}
+    more = {"gpt2-350m": set(), "llama-450m": {("smok-hop", 128)}}
+    for model in PAPER:
+        having = every | more.get(model, {("smok-hop", 128)} | ablations)
+        assert {(method, rank) for method, of, rank in SELECTED if of == model} == having
+
+
+@pytest.mark.parametrize(
+    ("key", "selected"),
+    [
+        # One row of every form that the printed tables have: with and without decay, alpha_kl, ranks that differ. Last
+        # are AdamW's values, which embedding and head have.
+        (("adamw", "gpt2-124m", None), (2e-3, 0.05, None, 2e-3, 0.05)),
+        (("cosmos", "gpt2-350m", 64), (1e-3, 0.5, None, 2e-3, 0.05)),
+        (("pro-klshampoo", "gpt2-124m", 32), (0.02, 0.03, 0.01, 2e-3, 0.05)),
+        (("pro-klshampoo", "llama-134m", 128), (0.03, 0.0, 0.01, 3e-3, 0.0)),
+        (("kl-shampoo", "llama-450m", None), (3e-3, 0.0, None, 2e-3, 0.0)),
+        (("smok-hop", "gpt2-124m", 128), (2e-3, 0.25, None, 2e-3, 0.05)),
+        # Pro-KLShampoo's values with the rate times 1.5.
+        (("subspace-only", "gpt2-124m", 128), (0.03, 0.03, 0.01, 2e-3, 0.05)),
+        (("complement-only", "llama-134m", 128), (0.045, 0.0, 0.01, 3e-3, 0.0)),
+    ],
+)
+def test_rows_are_as_printed_and_methods_in_the_papers_form(key, selected):
+    method, model, rank = key
+    lr, decay, alpha, adamw_lr, adamw_decay = selected
+    found = preset(method, model, rank)
+    assert found.lr == pytest.approx(lr, rel=1e-12)  # 1.5 * 0.02 is rounded
+    assert found == Hyper(method, found.lr, adamw_lr, decay, adamw_decay, rank, alpha, preset="paper", bounded=False)
+
+
+def test_runs_are_as_long_as_the_paper_says():
+    assert tuple(RUNS) == PAPER and set(RUNS) < set(CONFIGS)
+    assert [run.steps for run in RUNS.values()] == [5100, 13_000, 5000, 6250]
+    tokens = [run.steps * run.batch * CONFIGS[name].context / 1e9 for name, run in RUNS.items()]
+    assert tokens == pytest.approx([2.7, 6.8, 5, 10], rel=0.05)
+
+
+# Tables and figures of every length: what bench.tables --check does not hold
+
+
+def test_the_figure_shows_tuned_runs_in_one_machines_seconds(tmp_path, monkeypatch):
+    found, curves = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
+    drawn = {}
+
+    def save(figure, path, dpi):
+        drawn[path] = [axes.get_lines() for axes in figure.axes]
+
+    monkeypatch.setattr(figures.Figure, "savefig", save)
+    for x in ("step", "seconds"):
+        figures.lengths(x, found, curves, x)
+    every, ms = tables.best_units(found), tables.step_ms(found)
+    for i, model in enumerate(TINY):
+        for form, of_steps, of_seconds in zip(tables.DRAWN, drawn["step"][i], drawn["seconds"][i], strict=True):
+            best = tables.by_seed(found, every[model, figures.STEPS][form])
+            loss = pytest.approx(best[tables.judged(best.index)].mean(), rel=1e-5)
+            assert (of_steps.get_xdata()[-1], of_steps.get_ydata()[-1]) == (figures.STEPS, loss)
+            seconds = figures.STEPS * ms[model, form] / 1e3
+            assert (of_seconds.get_xdata()[-1], of_seconds.get_ydata()[-1]) == (pytest.approx(seconds), loss)
+
+
+def test_costs_stand_in_the_order_of_the_models():
+    found = frame(RESULTS / "lengths.csv")
+    later = (found["optimizer"] == "muon") & (found["model"] == next(iter(TINY)))
+    assert tables.losses_table(concat([found[~later], found[later]])) == tables.losses_table(found)
+    online = next(line for line in tables.losses_table(found).splitlines() if line.startswith("| Online"))
+    of_form = found[found["optimizer"] == "online-kl-shampoo-0.9"].groupby("model")["state_mb"].median()
+    assert online.split("|")[-2].strip() == " / ".join(f"{of_form[model]:.1f}" for model in TINY)
+
+
+def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
+    unit = Unit(MODEL, 400, "pro-klshampoo-paper", 0.01333, 0.00225, 0.015, 1)
+    row = {"model": unit.model, "steps": 400, "optimizer": unit.form, "seed": 1, "validation_loss": 2.0}
+    diverged = at_default(MODEL, 400, "muon", 0)
+    other = {"model": MODEL, "steps": 400, "optimizer": "muon", "seed": 0, "lr": 0.02, "adamw_lr": 0.003}
+    rows.write(tmp_path / "rows.csv", [other, row | {"lr": unit.lr, "adamw_lr": unit.adamw_lr, "alpha_kl": 0.015}])
+    assert units(frame(tmp_path / "rows.csv")) == {diverged: math.inf, unit: 2.0}

@@ -81,16 +81,21 @@ def test_a_step_uses_state_that_was_replaced_or_moved(cls, only, through_data):
 
 @both
 def test_what_a_wrapper_keeps_beside_the_state_is_kept_and_saved(cls):
-    """Lookahead and averaging wrappers put tensors of their own into ``optimizer.state[p]``."""
-    optimizer = train(cls(named(SHAPE, SHAPE)), [0], missing={(0, 0)})
-    early = weights_of(optimizer)[1]
-    slow = optimizer.state[early]["slow"] = kept(early)
-    optimizer.state[early]["count"] = 7
-    train(optimizer, range(3))  # the other one begins
-    assert optimizer.state[early]["slow"] is slow and optimizer.state[early]["count"] == 7
+    """Lookahead and averaging wrappers put tensors of their own into ``optimizer.state[p]``, whether it has begun."""
+    groups = [{"params": named(SHAPE, SHAPE)}, {"params": named((9,), first=2), "algorithm": "adamw", "lr": 0.1}]
+    optimizer = cls(groups)
+    for p in weights_of(optimizer):  # before there is state
+        optimizer.state[p]["momentum_buffer"] = 7
+    train(optimizer, [0], missing={(0, 0), (0, 2)})
+    for p in weights_of(optimizer):  # some still wait for a gradient
+        optimizer.state[p]["slow"] = kept(p)
+    slow = [optimizer.state[p]["slow"] for p in weights_of(optimizer)]
+    train(optimizer, range(1, 3))
     twin = fresh(optimizer)
+    for p, q, own in zip(weights_of(optimizer), weights_of(twin), slow, strict=True):
+        assert optimizer.state[p]["slow"] is own and optimizer.state[p]["momentum_buffer"] == 7
+        assert torch.equal(twin.state[q]["slow"], own)
     assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
-    assert torch.equal(twin.state[weights_of(twin)[1]]["slow"], slow)
 
 
 def test_a_warning_made_an_error_comes_after_a_whole_step():
@@ -124,29 +129,10 @@ def mixed():
         {"params": [waiting]},
         {"params": [bias], "algorithm": "adamw", "lr": 0.1, "betas": [0.9, 0.95]},
     ]
-    return train(PRO(groups, rank=3), range(3), missing=ABSENT)
+    return train(PRO([{**group, "own_key": 0} for group in groups], rank=3), range(3), missing=ABSENT)
 
 
 ABSENT = {(call, 2) for call in range(9)}
-
-
-def test_a_step_with_new_lr_and_gradients_rebuilds_nothing(monkeypatch):
-    optimizer = mixed()
-    for group in optimizer.param_groups:
-        group["own_key"] = 0
-    train(optimizer, [3], missing=ABSENT)
-    with monkeypatch.context() as patch:
-        patch.setattr(optimizer.engine, "build", None)  # which a call would show
-        for t in range(4, 7):
-            for group in optimizer.param_groups:
-                group.update(lr=0.01 / t, weight_decay=0.1 * t, own_key=t)
-            optimizer.zero_grad()
-            train(optimizer, [t], missing=ABSENT)
-    optimizer.param_groups[0]["lr"] = -1.0
-    with refused(optimizer, "Invalid lr=-1.0"):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.step()
 
 
 @both
@@ -200,11 +186,12 @@ EVENTS = {
     "AdamW's state moved": lambda o: through_data(o.state[weights_of(o)[3]]["exp_avg"]),
     "a clock": lambda o: o.state[weights_of(o)[0]].update(step=700),
     "a setting": lambda o: o.param_groups[0].update(momentum=0.5),
-    "a new key": lambda o: o.param_groups[0].update(own_key=1),
+    "a new key": lambda o: o.param_groups[0].update(new_key=1),
     "AdamW's setting": lambda o: o.param_groups[2].update(betas=(0.5, 0.5)),
 }
 QUIET = {
     "rates": lambda o: [group.update(lr=0.5, weight_decay=0.5) for group in o.param_groups],
+    "a key of one's own": lambda o: [group.update(own_key=5) for group in o.param_groups],
     "an equal list": lambda o: o.param_groups[0].update(split=[None, 3]),
     "a wrapper's tensor": lambda o: o.state[weights_of(o)[0]].update(slow=torch.ones(1)),
 }
@@ -217,9 +204,11 @@ def test_the_layout_is_built_once_after_a_stated_event_alone(event, count, monke
     builds, build = [], Engine.build
     monkeypatch.setattr(Engine, "build", lambda engine: (builds.append(1), build(engine)))
     event(optimizer)
-    for _ in range(3):
+    for call in range(3):
         for p in weights_of(optimizer):
             p.grad = p.grad if p.grad is None else torch.ones_like(p)
+        for group in optimizer.param_groups:
+            group.update(lr=0.01 / (1 + call), weight_decay=0.1 * call)  # as schedulers do
         optimizer.step()
     assert len(builds) == count
 
@@ -227,6 +216,16 @@ def test_the_layout_is_built_once_after_a_stated_event_alone(event, count, monke
 @both
 def test_every_setting_is_among_those_that_are_changed(cls):
     assert cls(named(SHAPE)).defaults.keys() - OTHERS.keys() == {"algorithm", "transposed", "split"}
+
+
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_a_weight_that_became_a_lazy_negation_is_refused(algorithm):
+    p = torch.nn.Parameter(normal(4, 6))
+    optimizer = train(PRO([{"params": [p], "algorithm": algorithm, "lr": 0.01}]), range(2))
+    p.data = torch._neg_view(p.data)
+    p.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="negation"):
+        optimizer.step()
 
 
 # Random mixtures
@@ -408,13 +407,3 @@ def examine(seed):
 @pytest.mark.parametrize("seeds", chunks(ALL, 50))
 def test_a_step_after_a_change_is_a_fresh_optimizers_or_none(seeds):
     assert failures(examine, seeds) == []
-
-
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
-def test_a_weight_that_became_a_lazy_negation_is_refused(algorithm):
-    p = torch.nn.Parameter(normal(4, 6))
-    optimizer = train(PRO([{"params": [p], "algorithm": algorithm, "lr": 0.01}]), range(2))
-    p.data = torch._neg_view(p.data)
-    p.grad = torch.ones(4, 6)
-    with pytest.raises(ValueError, match="negation"):
-        optimizer.step()

@@ -7,7 +7,6 @@ late starter among them, a stack with a late matrix, skipped and missing gradien
 import copy
 import io
 import pickle
-import warnings
 from functools import partial
 
 import numpy as np
@@ -245,22 +244,6 @@ def test_machine_settings_are_the_optimizers_not_the_files(theirs, ours):
     target.train(4, 5)
 
 
-@both
-def test_a_model_of_another_width_is_refused_in_two_sentences(cls):
-    def narrow(width):
-        shapes = {"same": (5, 9), "first": (width, 6), "stack": (2, 6, width), "last": (4, width)}
-        return train(cls([(name, weight(*shape)) for name, shape in shapes.items()]), range(2))
-
-    optimizer = narrow(8)
-    says = (
-        r"^The loaded state of first \(weight \(8, 6\)\) has M_Q of shape \(6, 12\) "
-        rf"where {cls.__name__} needs \(6, 8\)"
-        r"\. Load a state dict of the same optimizer, model, rank, init_eigenvalue and split\.$"
-    )
-    with refused(optimizer, says):
-        optimizer.load_state_dict(narrow(12).state_dict())
-
-
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_a_non_finite_adamw_state_is_copied_but_not_loaded(duplicate):
     p, bias = weight(6, 4), weight(4)
@@ -295,62 +278,3 @@ def test_counts_of_a_stack_are_saved_on_its_device():
     saved = with_step_tensors({0: live, 1: {"M_Q": torch.empty(3, 4, device="meta"), "step": 5}})
     assert saved[0]["step"].is_meta and live["step"].is_cpu
     assert saved[1]["step"].is_cpu and saved[1]["step"].ndim == 0
-
-
-def test_dtypes_are_saved_and_taken_by_name():
-    """Keys of somebody else in a group stay as they are."""
-    optimizer = train(PRO(named((6, 4)), rank=2, state_dtype="bfloat16", ns_dtype="float32"), [0])
-    group = optimizer.param_groups[0]
-    group["theirs"] = torch.float16
-    assert (group["state_dtype"], group["ns_dtype"]) == (torch.bfloat16, torch.float32)
-    saved = optimizer.state_dict()["param_groups"][0]
-    assert (saved["state_dtype"], saved["ns_dtype"], saved["theirs"]) == ("bfloat16", "float32", torch.float16)
-    group.update({key: value for key, value in saved.items() if key != "params"})
-    train(optimizer, [1])
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    group = optimizer.param_groups[0]
-    assert (group["state_dtype"], group["ns_dtype"], group["theirs"]) == (torch.bfloat16, torch.float32, torch.float16)
-
-
-STATE_SETTINGS = {"rank": (2, 3), "variant": ("smok-hop", "pro-klshampoo"), "state_dtype": (torch.bfloat16, None)}
-STATE_SETTINGS |= {"init_eigenvalue": (0.1, "auto")}
-
-
-def said_at_load(saved, optimizer):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(saved)
-    return [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize("key", STATE_SETTINGS)
-def test_a_file_of_another_setting_warns_with_both_values(key):
-    there, here = STATE_SETTINGS[key]
-    saved = train(PRO(named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
-    new = PRO(named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
-    (warning,) = said_at_load(reloaded(saved), new)
-    assert f"has {key}={there!r} for group 0, here {here!r}. " in warning
-    assert new.param_groups[0][key] == there and new.param_groups[0]["momentum"] == 0.9
-    assert said_at_load(saved, new) == []
-
-
-@both
-def test_a_file_of_another_split_warns_with_both_values(cls):
-    def groups(*split):
-        return [{"params": named(*[(6, 10)] * len(split)), "split": list(split)}]
-
-    saved = train(cls(groups(None, 2, 3)), range(3)).state_dict()
-    (warning,) = said_at_load(saved, cls(groups(2, 2, None)))
-    assert "has split=[None, 2, 3] for group 0, here [2, 2, None]. " in warning
-    assert said_at_load(saved, cls(groups(None, 2, 3))) == []
-
-
-@both
-def test_a_file_that_lacks_some_matrices_is_told_of(cls):
-    saved = train(cls(named((6, 10), (4, 6), (3, 5))), range(3)).state_dict()
-    state = {i: own for i, own in saved["state"].items() if i != 1}
-    (warning,) = said_at_load({**saved, "state": state}, cls(named((6, 10), (4, 6), (3, 5))))
-    assert "has no state of 1 of 3 matrices, " in warning and "they begin anew" in warning
-    frozen = cls(named((6, 10), (4, 6), (3, 5)))
-    frozen.param_groups[0]["params"][1].requires_grad_(False)
-    assert said_at_load({**saved, "state": state}, frozen) == said_at_load({**saved, "state": {}}, frozen) == []

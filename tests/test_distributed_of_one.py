@@ -17,7 +17,7 @@ from prokl.algorithm.polynomials import MUON
 from tests.distributed.checkpoints import END, SAVED, load, save
 from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, value, whole
 from tests.inputs import KL, PRO, forbid_host_reads, normal, same_bits
-from tests.training import contents, differences, fine_and_odd, train, weights_of
+from tests.training import contents, differences
 
 SOME = {name: SHAPES[name] for name in ("square", "wide", "qkv", "experts", "late", "table", "gains")}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -127,14 +127,6 @@ def test_adamw_starts_weights_without_a_gradient_as_alone():
         own.step()
         alone.step()
         assert same_bits(late, twin)
-
-
-def test_a_wrappers_keys_stay_before_adamws_first_gradient():
-    optimizer = fine_and_odd(PRO, calls=0)
-    bias = weights_of(optimizer)[2]
-    optimizer.state[bias]["slow"] = slow = bias.detach().clone()
-    train(optimizer, [0])
-    assert optimizer.state[bias]["slow"] is slow and optimizer.state[bias]["exp_avg"].all()
 
 
 def test_a_weight_without_gradients_stays_out_of_every_batch():

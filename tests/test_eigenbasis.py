@@ -1,16 +1,14 @@
 """M and L in the eigenbasis: bases stay orthonormal, idle rows stay idle, and the state may be bfloat16."""
 
-from contextlib import ExitStack
-from unittest.mock import patch
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.pro_klshampoo import refresh
-from prokl.backends import cuda_qr
 from prokl.backends.torch_pairs import PairedAlgebra
-from tests.inputs import KL, METHODS, PRO, normal
+from tests.inputs import KL, PRO, normal
 from tests.problems import relative
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
@@ -50,56 +48,19 @@ def test_bases_stay_orthonormal(ops, changes, k, count):
     assert of_refreshes(ops, k, changes, count) < 1e-5
 
 
-def of_idle_rows(backend, settings, steps=80, m=24, n=48, idle=8):
-    """Return the largest share of a direction's norm in rows that never had a gradient."""
-    g = torch.Generator().manual_seed(0)
-    mixed = torch.linalg.qr(torch.randn(m, m, generator=g, dtype=torch.float64)).Q
-    rows, columns = (
-        torch.logspace(0, -2, m, dtype=torch.float64)[:, None],
-        torch.logspace(0, -1, n, dtype=torch.float64),
-    )
-    W = torch.nn.Parameter(torch.zeros(m, n))
-    optimizer = settings[0]([W], lr=1.0, backend=backend, precondition_frequency=4, **settings[1])
-    shares = []
-    for t in range(steps):
-        G = mixed @ (rows * torch.randn(m, n, generator=g, dtype=torch.float64) * columns)
-        G[:idle] = 0
-        W.grad = G.float()
-        with torch.no_grad():
-            W.zero_()
-        optimizer.step()
-        if t:
-            D = W.detach().double()
-            shares.append(float(D[:idle].norm() / D.norm()))
-    return max(shares)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_rows_that_never_had_a_gradient_stay(name, path):
-    """Measured: 4e-14 of the direction; with qr(L Q_L) in the weight's coordinates 0.14 of one of 64 x 192."""
-    cls, kwargs = METHODS[name]
-    own = {"ns_dtype": torch.float32} if cls is PRO else {}
-    assert of_idle_rows(path, (cls, {**kwargs, **own})) <= 1e-10
-
-
-@pytest.mark.parametrize("precision", ["faithful", "balanced"])
-def test_rows_that_never_had_a_gradient_stay_in_kernels(precision):
-    pytest.importorskip("triton")
-    settings = {"rank": 3, "precision": precision, "ns_dtype": torch.float32}
-    assert of_idle_rows("triton", (PRO, settings), steps=10, m=16, n=20, idle=5) <= 1e-10
-
-
 def idle_part(cls, backend, shape, idle, rank_of_first, steps=13, **settings):
-    """Return what becomes of the part of a weight of zeros that has no gradient, and of the rest."""
+    """Return what becomes of the part of a weight of zeros that has no gradient, and of the rest, which is graded."""
     g = torch.Generator().manual_seed(0)
     W = torch.nn.Parameter(torch.zeros(shape))
     optimizer = cls([W], lr=1.0, backend=backend, precondition_frequency=4, **settings)
     live = torch.ones(shape[-2:])
     live[idle] = 0
+    mixed = torch.linalg.qr(torch.randn(shape[-2], shape[-2], generator=g))[0] * torch.logspace(0, -2, shape[-2])
+    columns = torch.logspace(0, -1, shape[-1])
     for t in range(steps):
         k = rank_of_first if t == 0 else 2 * max(shape)
         left, right = (torch.randn(*size, generator=g) for size in ((*shape[:-1], k), (*shape[:-2], k, shape[-1])))
-        W.grad = left @ right * live
+        W.grad = mixed @ left @ right * columns * live
         optimizer.step()
     return W.detach()[..., live == 0], W.detach()[..., live == 1]
 
@@ -125,29 +86,20 @@ def test_idle_rows_stay_bit_for_bit_after_a_low_rank_start(method, path, shape, 
     assert not stayed.any() and moved.any()
 
 
-@pytest.mark.parametrize("precision", ["faithful", "balanced"])
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
-def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
-    pytest.importorskip("triton")
-    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
-    for idle in (IDLE["rows"], IDLE["columns"]):
-        stayed, moved = idle_part(PRO, "triton", shape, idle, 2, **own)
-        assert not stayed.any() and moved.any()
+KERNEL_CASES = [(shape, part, False) for shape in SHAPES[:2] for part in ("rows", "columns")]
+KERNEL_CASES += [(*case, True) for case in SHAPE_CASES[::2]]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="puts the extension for a CPU in the place of a GPU's")
 @pytest.mark.parametrize("precision", ["faithful", "balanced"])
-@pytest.mark.parametrize("shape, part", SHAPE_CASES[::2], ids=str)
-def test_idle_rows_stay_bit_for_bit_with_the_extension(extension_on_cpu, shape, part, precision):
+@pytest.mark.parametrize("shape, part, extension", KERNEL_CASES, ids=str)
+def test_idle_rows_stay_bit_for_bit_in_kernels(shape, part, extension, precision, request):
+    """With PyTorch's QR, or with the extension for a CPU in the place of a GPU's."""
     pytest.importorskip("triton")
-    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
-    with ExitStack() as stack:
-        of_the_extension = [
-            stack.enter_context(patch.object(cuda_qr, name, wraps=getattr(cuda_qr, name)))
-            for name in ("track", "semidefinite_qr", "coordinates_qr")
-        ]
+    if extension and torch.cuda.is_available():
+        pytest.skip("puts the extension for a CPU in the place of a GPU's")
+    with request.getfixturevalue("takes_the_extension")() if extension else nullcontext():
+        own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
         stayed, moved = idle_part(PRO, "triton", shape, IDLE[part], 2, **own)
-    assert all(operation.called for operation in of_the_extension)
     assert not stayed.any() and moved.any()
 
 

@@ -11,12 +11,11 @@ from torch import nn
 
 import prokl
 from prokl import diagnostics
-from prokl.diagnostics import report, summary
+from prokl.diagnostics import summary
 from tests.commands import ROOT
 from tests.health_runs import CASES, trained
-from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
+from tests.inputs import NAN, PRO, normal, step, weight
 from tests.problems import gradient_stream, run
-from tests.test_accelerator_path import ForbidHostReads
 from tests.test_diagnostics import METHODS, SHAPES, Wrapped
 from tests.training import contents, differences
 
@@ -158,17 +157,6 @@ def test_before_the_first_step_there_are_only_counts():
     ]
 
 
-def test_gradients_that_are_not_finite_in_all_weights_alike_are_most_of_none():
-    parameters, optimizer = run(PRO, gradient_stream([(6, 10), (8, 8), (10, 6)], 4), rank=3)
-    first = diagnostics.health(optimizer)
-    for _ in range(2):
-        step(optimizer, parameters, [torch.full_like(p, NAN) for p in parameters])
-    (words,) = [words for words in diagnostics.health(optimizer, since=first).words if "since the last call" in words]
-    assert words.startswith(
-        "Gradients that were not finite since the last call: 6, 2 each of group0.0, group0.1, group0.2. They moved"
-    )
-
-
 def test_weights_without_a_gradient_are_counted_adamws_too():
     model = nn.ModuleDict({"used": nn.Linear(6, 6), "aside": nn.Linear(6, 4), "frozen": nn.Linear(6, 3)})
     optimizer = PRO(prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, rank=2))
@@ -227,16 +215,6 @@ def test_a_bad_basis_and_many_bounded_steps_are_told():
     assert basis.startswith("A basis of group0.1 is off orthogonality by 0.")
 
 
-@pytest.mark.parametrize("dtype, state_dtype", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_half_precision_is_no_sickness(cls, kwargs, dtype, state_dtype):
-    stream = gradient_stream(SHAPES, 6, dtype=torch.float32)
-    _, optimizer = run(cls, stream, dtype=dtype, state_dtype=state_dtype, lr=0.01, **kwargs)
-    found = diagnostics.health(optimizer)
-    assert all(math.isfinite(value) for value in found.numbers.values())
-    assert not [words for words in found.words if "orthogonality" in words or "finite" in words]
-
-
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_health_reads_and_changes_nothing_by_way_of_a_wrapper(cls, kwargs):
     _, optimizer = run(cls, gradient_stream(SHAPES, 4), **kwargs)
@@ -245,38 +223,6 @@ def test_health_reads_and_changes_nothing_by_way_of_a_wrapper(cls, kwargs):
     assert differences(before, optimizer) == set()
     with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW"):
         diagnostics.health(torch.optim.AdamW([weight(2, 2)]))
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_health_waits_for_the_device_once(cls, kwargs, monkeypatch):
-    forbid_host_reads(monkeypatch)
-    stream = gradient_stream(SHAPES, 3, dtype=torch.float32)
-    _, optimizer = run(cls, stream, dtype=torch.float32, **kwargs)
-
-    class Finished(Exception):
-        pass
-
-    def copied(found):
-        raise Finished
-
-    reading, calls = report.on_host, []
-    monkeypatch.setattr(report, "on_host", copied)
-    with pytest.raises(Finished), ForbidHostReads():
-        diagnostics.health(optimizer)
-    monkeypatch.setattr(report, "on_host", lambda found: calls.append(0) or reading(found))
-    assert diagnostics.health(optimizer).numbers and calls == [0]
-
-
-def test_names_are_the_models_where_the_optimizer_has_none():
-    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 7, bias=False))
-    optimizer = KL(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(1, 6) + torch.arange(6)).square().mean().backward()
-        optimizer.step()
-    assert diagnostics.health(optimizer, model).worst["prokl/spread_L_worst"] in {"0.weight", "1.weight"}
-    model[0].weight.grad = None
-    assert diagnostics.health(optimizer, model).worst["prokl/without_gradient"] == "0.weight"
 
 
 DOCUMENT = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")

@@ -1,10 +1,14 @@
-"""A slip in a new group that would be taken in silence is named, and nothing has changed."""
+"""Groups that are added: a slip that would be taken in silence is named, and what others divide or add to works."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from prokl import param_groups
 from tests.inputs import PRO, both, weight
-from tests.training import refused, train
+from tests.routing import RATES
+from tests.test_frozen_weights import model
+from tests.training import refused, train, weights_of
 
 of_either = pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
 
@@ -170,3 +174,50 @@ def test_a_loaded_file_may_not_bring_two_weights_of_one_name(cls):
 def test_a_weight_that_is_given_twice_is_one_weight():
     w = weight(4, 6)
     assert PRO([("w", w), ("w", w)]).param_groups[0]["params"] == [w, w]
+
+
+# Bare parameters, as others add and divide them
+
+
+def groups_of(net):
+    return param_groups(net, **RATES, names=False, split_fused=True)
+
+
+def assert_all_move(optimizer, weights=None):
+    weights = weights_of(optimizer) if weights is None else weights
+    before = [p.detach().clone() for p in weights]
+    train(optimizer, range(2), weights)  # a matrix weight moves from its second gradient on
+    assert not any(map(torch.equal, before, weights))
+
+
+@both
+def test_groups_may_be_added_without_names_and_be_empty(cls):
+    """Groups whose weights are on other ranks are empty."""
+    optimizer = cls(groups_of(model(frozen=())))
+    optimizer.add_param_group({"params": [weight(8, 8)]})
+    assert_all_move(optimizer)
+    assert optimizer.param_groups[-1]["algorithm"] == "matrix"
+    groups = [dict(group) for group in groups_of(model(frozen=()))]
+    for group in (groups[0], *groups[2:]):
+        group["params"] = []
+    assert_all_move(cls(groups))
+
+
+@both
+def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(cls, tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # imports for two seconds
+
+    models, late = [model(frozen=()), model(frozen=())], [weight(8, 6), weight(8, 6)]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        own = cls(groups_of(models[0]))
+        sharded = ZeroRedundancyOptimizer(groups_of(models[1]), optimizer_class=cls, lr=RATES["lr"])
+        assert [set(g) - set(own.param_groups[i]) for i, g in enumerate(sharded.param_groups)] == [set()] * 4
+        for optimizer, p in zip((own, sharded), late, strict=True):
+            train(optimizer, range(2))
+            optimizer.add_param_group({"params": [p], "lr": 0.03})
+            train(optimizer, range(2, 4))
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        assert torch.equal(*late)
+    finally:
+        dist.destroy_process_group()

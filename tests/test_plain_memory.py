@@ -96,27 +96,14 @@ def test_a_gradient_without_memory_is_refused_by_name(cls, calls, backend):
         assert differences(optimizer, other) == set()
 
 
-def swapped(p):
-    torch.utils.swap_tensors(p, torch.nn.Parameter(TwoTensor(p.detach().clone(), p.detach().clone())))
-
-
-def negated(p):
-    p.data = torch._neg_view(-p.data)
-
-
-def emptied(p):
-    p.untyped_storage().resize_(0)
-
-
-def expanded(p):
-    p.data = p.data[:1].expand(p.shape)
-
-
 LATER = {
-    "swapped": (swapped, "TwoTensor"),
-    "negated": (negated, "negation"),
-    "expanded": (expanded, "several elements"),
-    "freed": (emptied, "without memory"),
+    "swapped": (
+        lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(TwoTensor(p.detach().clone(), p.detach().clone()))),
+        "TwoTensor",
+    ),
+    "negated": (lambda p: setattr(p, "data", torch._neg_view(-p.data)), "negation"),
+    "expanded": (lambda p: setattr(p, "data", p.data[:1].expand(p.shape)), "several elements"),
+    "freed": (lambda p: p.untyped_storage().resize_(0), "without memory"),
 }
 
 

@@ -98,7 +98,7 @@ def test_all_methods_start_alike_and_see_the_same_batches(job, tmp_path, monkeyp
 
     monkeypatch.setattr(Run, "step", recording)
     monkeypatch.setattr(optimizers, "build", named)
-    # the others' packages need not be installed: tests/test_bench_rivals.py looks at their rates
+    # the others' packages need not be installed: tests/test_bench_optimizers.py looks at their rates
     ours = [key for key in OPTIMIZERS if key not in ("soap", "normuon", "muon-polar-express", "adamw-cautious")]
     assert job("--steps", 3, "--optimizers", *ours, "--lr", "muon", 0.03, "adamw", 0.007) == 0
     for key in ours:
@@ -136,7 +136,7 @@ def test_a_stopped_run_goes_on_under_another_number_of_threads(trained, job, tmp
     assert job("--threads", 2) == 0
     assert steps == [done for done in range(5, 14) for _ in FOUR]
     here, there = (its["validation_loss"] for its in map(curves, (tmp_path / "out", trained)))
-    # measured: 0, as one thread takes sums this small; other sums moved a loss by 4e-3 (tests/test_experiments_runs.py)
+    # measured: 0, as one thread takes sums this small; other sums moved a loss by 4e-3 (tests/test_bench_runs.py)
     assert (here - there).abs().max() < 1e-2
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
 

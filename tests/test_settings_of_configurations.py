@@ -166,14 +166,21 @@ def test_each_argument_has_the_default_that_the_page_gives_it():
 @both
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float", "float64", "double"])
 def test_a_dtype_goes_by_the_names_that_torch_has(cls, name):
-    dtype = getattr(torch, name)
-    by_name, by_hand = cls([weight(4, 6)], state_dtype=name), cls([weight(4, 6)])
-    by_hand.param_groups[0]["state_dtype"] = name
+    """Keys of somebody else stay as they are."""
+    dtype, keys = getattr(torch, name), ("state_dtype", "ns_dtype")[: 1 + (cls is PRO)]
+    by_name, by_hand = cls([weight(4, 6)], **dict.fromkeys(keys, name)), cls([weight(4, 6)])
+    by_hand.param_groups[0].update(dict.fromkeys(keys, name))
     for optimizer in (by_name, train(by_hand, [0])):
-        assert optimizer.param_groups[0]["state_dtype"] is dtype
-        saved = optimizer.state_dict()["param_groups"][0]["state_dtype"]
-        assert saved == str(dtype).removeprefix("torch.")
-        assert cls([{"params": [weight(4, 6)], "state_dtype": saved}]).param_groups[0]["state_dtype"] is dtype
+        group = optimizer.param_groups[0]
+        group["theirs"] = torch.float16
+        saved = optimizer.state_dict()["param_groups"][0]
+        assert [saved[key] for key in keys] == [str(dtype).removeprefix("torch.")] * len(keys)
+        group.update({key: value for key, value in saved.items() if key != "params"})
+        assert cls([{"params": [weight(4, 6)], **{k: saved[k] for k in keys}}]).param_groups[0][keys[0]] is dtype
+        train(optimizer, [1])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        (group,) = optimizer.param_groups
+        assert all(group[key] is dtype for key in keys) and saved["theirs"] is group["theirs"] is torch.float16
 
 
 def test_each_advanced_keyword_has_a_default_and_a_type():

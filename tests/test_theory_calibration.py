@@ -76,13 +76,6 @@ def test_the_automatic_alpha_kl_lies_in_the_papers_brackets():
         assert alpha == pytest.approx((low * high) ** 0.5 / c_a, rel=1e-14) and low < alpha < high
 
 
-@pytest.mark.parametrize("n", [16, 768])
-def test_calibration_of_a_square_ends_at_one_over_root_n(n):
-    low, high = alpha_kl_bracket(n, n, n // 4)
-    assert high == pytest.approx(n**-0.5, rel=1e-14)
-    assert low == pytest.approx((n * (n - n // 4)) ** -0.5, rel=1e-14)
-
-
 def test_calibration_ends_follow_from_operator_norm_matching():
     """c_a / sqrt(E ||Delta_res||_op^2) at the restricted fixed point is inside; by the Frobenius norm it is an end."""
     m, n, r = 3, 6, 2

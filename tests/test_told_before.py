@@ -1,6 +1,7 @@
 """Arguments that would be silent, or told without a remedy: each is told once, with where it belongs."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import prokl
 from tests.inputs import KL, PRO, both, weight
-from tests.training import refused, silent, told_once, train
+from tests.training import named, refused, reloaded, silent, told_once, train, weights_of
 
 
 def groups(**options):
@@ -17,23 +18,15 @@ def groups(**options):
 
 
 @both
-@pytest.mark.parametrize("lr", [99, torch.tensor(99.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("lr", [99, torch.tensor(99.0), None], ids=["number", "tensor", "default"])
 def test_an_lr_that_every_group_overrides_is_told(cls, lr):
-    message = (
-        r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
-    )
-    with told_once(message, __file__):
+    if lr is None:  # as somebody writes it, not the very default
+        lr = float(repr(inspect.signature(cls).parameters["lr"].default))
+    given = re.escape(repr(lr))
+    says = rf"^lr={given} of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
+    with told_once(says, __file__):
         optimizer = cls(groups(), lr=lr)
     assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-@both
-def test_an_lr_that_equals_its_default_and_reaches_no_group_is_told(cls):
-    lr = float(repr(inspect.signature(cls).parameters["lr"].default))  # as somebody writes it, not the very default
-    with told_once(rf"^lr={lr} of .* reaches no group, .*: lr=0\.05\.", __file__):
-        cls(groups(), lr=lr)
-    with silent():
-        cls(groups(lr=lr), lr=lr)
 
 
 @both
@@ -66,9 +59,9 @@ def test_adjust_lr_fn_may_be_none_as_muons(cls):
 
 @both
 def test_a_named_group_beside_unnamed_ones_is_refused(cls):
-    named, bare = cls([("a", weight(4, 6))]), cls([weight(4, 6)])
+    given, bare = cls([("a", weight(4, 6))]), cls([weight(4, 6)])
     remedy = "with/without names"  # torch's
-    for optimizer, late in ((named, weight(4, 6)), (bare, ("late", weight(4, 6)))):
+    for optimizer, late in ((given, weight(4, 6)), (bare, ("late", weight(4, 6)))):
         with refused(optimizer, remedy):
             optimizer.add_param_group({"params": [late]})
     with pytest.raises(ValueError, match=remedy):
@@ -146,23 +139,36 @@ OTHER_STATE = {
     "state_dtype": ({"state_dtype": torch.bfloat16}, {"state_dtype": None}),
     "init_eigenvalue": ({"init_eigenvalue": 0.1}, {"init_eigenvalue": "auto"}),
     "split": ({"split": 3}, {"split": None}),
+    "split of each": ({"split": [3]}, {"split": [None]}),
     "transposed": ({"transposed": True}, {"transposed": False}),
 }
 
 
-@pytest.mark.parametrize("key", OTHER_STATE)
-def test_settings_of_a_loaded_state_are_told_once_it_is_loaded(key):
-    there, here = OTHER_STATE[key]
-    optimizer, saved = made(PRO, here), made(PRO, there, 2).state_dict()
-    with told_once(rf"^The .* has {key}={there[key]!r} for group 0, here {here[key]!r}\. Its state", __file__):
+@pytest.mark.parametrize("there, here", OTHER_STATE.values(), ids=OTHER_STATE)
+def test_settings_of_a_loaded_state_are_told_once_it_is_loaded(there, here):
+    """Those of a file without state made nothing."""
+    ((key, value),), (own,) = there.items(), here.values()
+    optimizer, saved = made(PRO, {**here, "momentum": 0.5}), reloaded(made(PRO, there, 2).state_dict())
+    says = re.escape(f"has {key}={value!r} for group 0, here {own!r}. Its state")
+    with told_once(rf"^The .* {says}", __file__):
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("key", OTHER_STATE)
-def test_settings_of_a_file_without_state_made_nothing_and_are_not_told(key):
-    there, here = OTHER_STATE[key]
+    assert optimizer.param_groups[0][key] == value and optimizer.param_groups[0]["momentum"] == 0.9
     with silent():
+        optimizer.load_state_dict(saved)
         made(PRO, here).load_state_dict(made(PRO, there).state_dict())
+
+
+@both
+def test_a_file_that_lacks_some_matrices_is_told_of(cls):
+    saved, optimizer, frozen = (train(cls(named((6, 10), (4, 6), (3, 5))), range(n)) for n in (3, 0, 0))
+    state = {i: own for i, own in saved.state_dict()["state"].items() if i != 1}
+    lacking = {**saved.state_dict(), "state": state}
+    with told_once("has no state of 1 of 3 matrices, .* they begin anew", __file__):
+        optimizer.load_state_dict(lacking)
+    weights_of(frozen)[1].requires_grad_(False)
+    with silent():
+        frozen.load_state_dict(lacking)
+        frozen.load_state_dict({**lacking, "state": {}})
 
 
 def test_a_load_that_is_refused_says_nothing_else():
@@ -178,13 +184,6 @@ def test_groups_that_were_edited_into_what_cannot_be_read_are_mended_by_a_load()
     with told_once(says, __file__):
         optimizer.load_state_dict(saved)
     train(optimizer, [2])
-
-
-def test_names_that_a_loaded_state_brings_are_told_at_the_callers_line():
-    saved = train(PRO([("old", weight(4, 6))]), range(2)).state_dict()
-    optimizer = PRO([("new", weight(4, 6))])
-    with told_once("other names for 1 of 1 weights: weight 0 is 'old' there and 'new' here", __file__):
-        optimizer.load_state_dict(saved)
 
 
 SAME_STATE = [

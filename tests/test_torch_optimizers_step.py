@@ -216,29 +216,6 @@ def test_changed_defaults_are_those_of_later_groups(cls):
 
 
 @of_all
-def test_a_step_inside_backward_is_the_step_after_it(cls):
-    """One optimizer a weight, called when its gradient is there."""
-    runs = []
-    for inside in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 4, bias=False))
-        each = {p: cls([p]) for p in model.parameters()}
-
-        def update(p, each=each):
-            each[p].step()
-            each[p].zero_grad()
-
-        for p in each if inside else ():
-            p.register_post_accumulate_grad_hook(update)
-        for call in range(3):
-            model(normal(3, 4, seed=call)).square().sum().backward()
-            for p in () if inside else each:
-                update(p)
-        runs.append(list(each))
-    assert all(map(same_bits, *runs))
-
-
-@of_all
 def test_a_weight_given_twice_is_stepped_twice_after_a_warning(cls):
     once, twice = weight(3, 4), weight(3, 4)
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):

@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 
-from tests.inputs import METHODS, PRO, both, same_bits, step, weight
+from tests.inputs import KL, METHODS, PRO, both, same_bits, step, weight
 from tests.problems import state_tensors
-from tests.training import contents, fresh, give, named, told_once, train, weights_of
+from tests.training import contents, fresh, give, named, silent, told_once, train, weights_of
 
 CALLS, TAU, SHAPES = 12, 4, ((6, 10), (10, 6))
 BASES = ("U", "Q_L", "Q_R")
@@ -90,17 +90,19 @@ def test_each_tensor_of_a_state_may_be_zeroed_by_itself(name, backend, reset, ke
     assert_recovers(METHODS[name], backend, reset, {key})
 
 
-@pytest.mark.parametrize("reset", ["all", "half"])
-def test_a_zeroed_state_trains_on_in_kernels(reset):
-    pytest.importorskip("triton")
-    own = {"ns_dtype": torch.float32}
-    assert_recovers(METHODS["pro-klshampoo"], "triton", RESETS[reset], shapes=((6, 10),), **own)
+KEPT = [{"init_eigenvalue": 0.1}, {"state_dtype": torch.bfloat16}, {"clip_threshold": None}]
+KINDS = [((cls, {}), None, "all", SHAPES, own) for cls in (PRO, KL) for own in KEPT]
+KINDS += [
+    (METHODS["pro-klshampoo"], "triton", reset, SHAPES[:1], {"ns_dtype": torch.float32}) for reset in ("all", "half")
+]
 
 
-@both
-@pytest.mark.parametrize("own", [{"init_eigenvalue": 0.1}, {"state_dtype": torch.bfloat16}, {"clip_threshold": None}])
-def test_a_zeroed_state_trains_on_whatever_it_is_kept_as(cls, own):
-    assert_recovers((cls, {}), None, RESETS["all"], **own)
+@pytest.mark.parametrize("method, backend, reset, shapes, own", KINDS)
+def test_a_zeroed_state_trains_on_whatever_it_is_kept_as(method, backend, reset, shapes, own):
+    """And in kernels."""
+    if backend:
+        pytest.importorskip(backend)
+    assert_recovers(method, backend, RESETS[reset], shapes=shapes, **own)
 
 
 @both
@@ -111,8 +113,7 @@ def test_a_zeroed_state_begins_anew_as_a_new_optimizer_does(cls):
     untouched = contents(optimizer)[0]
     for value in state_tensors(optimizer.state[p]).values():
         value[1].zero_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         train(optimizer, [5])
     assert optimizer.state[p]["step"].tolist() == [5, 0, 5]
     new = cls([weight(6, 10)])

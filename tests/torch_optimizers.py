@@ -49,15 +49,8 @@ PRO_ONLY = {
 }
 SCHEDULERS = {
     "LambdaLR": [lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1))],
-    "MultiplicativeLR": [lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9)],
     "StepLR": [lambda o: lr_scheduler.StepLR(o, step_size=3, gamma=0.9)],
-    "MultiStepLR": [lambda o: lr_scheduler.MultiStepLR(o, milestones=[2, 5])],
-    "ConstantLR": [lambda o: lr_scheduler.ConstantLR(o, factor=0.4, total_iters=4)],
     "LinearLR": [lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=4)],
-    "ExponentialLR": [lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9)],
-    "CosineAnnealingLR": [lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8)],
-    "CosineAnnealingWarmRestarts": [lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4)],
-    "PolynomialLR": [lambda o: lr_scheduler.PolynomialLR(o, total_iters=8)],
     "CyclicLR": [lambda o: lr_scheduler.CyclicLR(o, base_lr=1e-4, max_lr=1e-2, step_size_up=4)],
     "OneCycleLR": [lambda o: lr_scheduler.OneCycleLR(o, max_lr=[g["lr"] for g in o.param_groups], total_steps=20)],
     "ReduceLROnPlateau": [lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9)],

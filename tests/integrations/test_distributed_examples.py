@@ -1,10 +1,85 @@
 """The scripts of docs/examples, run as they stand by torchrun: resumed runs are exact, reshaped ones go on."""
 
+import json
+import shutil
+import socket
+
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.distributed_examples import apart, assert_same, checkpoint, flat, scripts, torchrun
+from tests.commands import ROOT, run_python
 
-TINY = "--steps 8 --save-every 4 --width 32"
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def scripts(folder):
+    """Copy the examples into a folder; return their names."""
+    found = sorted(EXAMPLES.glob("*.py"))
+    for path in found:
+        shutil.copy(path, folder)
+    return [path.name for path in found]
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for it in sockets:
+        it.bind(("127.0.0.1", 0))
+    ports = [it.getsockname()[1] for it in sockets]
+    for it in sockets:
+        it.close()
+    return ports
+
+
+def torchrun(folder, *runs, **settings):
+    """Run scripts in a folder by one torchrun of two processes; return the lines that they print.
+
+    Args:
+        runs: (processes, script, arguments in one string) of each.
+    """
+    ports = free_ports(len(runs))
+    plan = [
+        {"processes": processes, "script": script, "arguments": arguments.split(), "port": port, **settings}
+        for (processes, script, arguments), port in zip(runs, ports, strict=True)
+    ]
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests" / "distributed_run.py"), "plan.json"]
+    ended = run_python(*command, cwd=folder, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "FutureWarning" not in ended.stderr  # of what a later torch refuses
+    return ended.stdout.splitlines()
+
+
+def checkpoint(folder):
+    """Return everything that a distributed checkpoint holds."""
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=False)
+
+
+def flat(value):
+    """Return the tensors and numbers of nested dicts and lists by their paths."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
+
+
+def apart(one, other, before):
+    """Return how far the weights of two runs are from each other, by how far they have gone."""
+    weights = [name for name, value in one.items() if value.is_floating_point()]
+    gone = sum((one[name] - before[name]).double().square().sum() for name in weights)
+    between = sum((one[name] - other[name]).double().square().sum() for name in weights)
+    return (between / gone).sqrt().item()
+
+
+def assert_same(one, other):
+    one, other = flat(one), flat(other)
+    assert one.keys() == other.keys()
+    differ = [
+        path
+        for path, value in one.items()
+        if not (torch.equal(value, other[path]) if isinstance(value, torch.Tensor) else value == other[path])
+    ]
+    assert differ == []
 
 
 @pytest.mark.slow
@@ -17,7 +92,9 @@ def test_an_example_resumes_exactly_and_in_another_shape(script, ranks, shape, t
     """A whole run is in ``a``, one that is resumed after step 4 in ``b``, and one of another shape in ``c``."""
     assert script in scripts(tmp_path)
     runs = [(2, "a"), (2, "b --resume a/4"), (ranks, f"c --resume a/4{shape}")]
-    printed = torchrun(tmp_path, *((count, script, f"{TINY} --folder {rest}") for count, rest in runs))
+    printed = torchrun(
+        tmp_path, *((count, script, f"--steps 8 --save-every 4 --width 32 --folder {rest}") for count, rest in runs)
+    )
     assert len(printed) == 3 and printed[0] == printed[1]
     assert all(line.startswith("step 8: loss ") for line in printed)
     assert script != "train_ddp.py" or all(line.endswith(", skipped nothing") for line in printed)
@@ -34,3 +111,50 @@ def test_an_example_resumes_exactly_and_in_another_shape(script, ranks, shape, t
         for state in (whole["optimizer"]["state"][name], reshaped["optimizer"]["state"][name]):
             assert {int(value) for key, value in state.items() if key.startswith("step")} == {7}
     assert reshaped["scheduler"]["last_epoch"] == 8
+
+
+# With Accelerate and the Trainer
+
+
+def assert_routes_survived(state, steps):
+    matrices = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("gate_up", "down")}
+    assert {name for name, own in state.items() if "exp_avg" not in own} == matrices
+    for name in matrices:
+        pieces = (".0", ".1") if "gate_up" in name else ("",)
+        assert {key for key in state[name] if key.startswith("M_Q")} == {"M_Q" + piece for piece in pieces}
+        assert [int(state[name]["step" + piece]) for piece in pieces] == [steps - 1] * len(pieces)
+        assert state[name]["M_Q" + pieces[0]].shape == ((32, 128))
+
+
+def saved(folder, kind):
+    """Return a checkpoint's weights, and the optimizer's state by their names."""
+    if kind == "FULL_STATE_DICT":
+        found = (torch.load(folder / f"{part}.bin", weights_only=True) for part in ("pytorch_model_fsdp", "optimizer"))
+        weights, optimizer = found
+        return weights, optimizer["state"]
+    weights, optimizer = (checkpoint(folder / f"{part}_0") for part in ("pytorch_model_fsdp", "optimizer"))
+    return weights, optimizer["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_accelerate_resumes_exactly_and_on_one_process(kind, tmp_path):
+    pytest.importorskip("accelerate")
+    assert "train_accelerate.py" in scripts(tmp_path)
+    script = tmp_path / "train_accelerate.py"
+    script.write_text(script.read_text(encoding="utf-8").replace("SHARDED_STATE_DICT", kind), encoding="utf-8")
+    runs = [(2, "a"), (2, "b --resume a/1"), (1, "c --resume a/1")]
+    given = ((ranks, script.name, f"--epochs 2 --width 32 --folder {rest}") for ranks, rest in runs)
+    printed = torchrun(tmp_path, *given, accelerate_on_cpu=True)
+    assert all(line.startswith("epoch ") and line.endswith(", skipped nothing") for line in printed)
+    assert len(printed) == 4 and printed[1] == printed[2]
+    whole, resumed, reshaped = (saved(tmp_path / run / "2", kind) for run in "abc")
+    assert_same(whole, resumed)
+    assert_routes_survived(whole[1], steps=64)
+    assert_routes_survived(reshaped[1], steps=32 + 64)  # batches are smaller altogether
+
+
+def test_the_trainer_shards_by_fsdp2_and_resumes_exactly(tmp_path):
+    pytest.importorskip("transformers")
+    script = str(ROOT / "tests" / "integrations" / "trainer_run.py")
+    printed = torchrun(tmp_path, (2, script, ""), accelerate_on_cpu=True)
+    assert "".join(printed).count("exact") == 2  # of both ranks, which may share a line

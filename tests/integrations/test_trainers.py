@@ -160,26 +160,3 @@ def test_lightning_trains_manually_in_any_precision(precision):
     assert_trained_by_prokl(optimizer)
     assert_schedule_scales_every_group_alike(optimizer, 0.5)
     assert training.losses[-1] < 0.5 * training.losses[0]
-
-
-def test_stochastic_weight_averaging_takes_a_rate_a_group():
-    pytest.importorskip("lightning")
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-
-    class Training(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = LanguageModel(seed=0)
-
-        def training_step(self, batch, index):
-            return self.model(batch)
-
-        def configure_optimizers(self):
-            return prokl.ProKLShampoo(groups_of(self))
-
-    rates = [0.01, 1e-3, 1e-3]
-    averaging = StochasticWeightAveraging(swa_lrs=rates, swa_epoch_start=2, annealing_epochs=2)
-    trainer = Trainer(max_epochs=6, callbacks=[averaging], **QUIET)
-    trainer.fit(Training(), loader())
-    assert [group["swa_lr"] for group in trainer.optimizers[0].param_groups] == rates
