@@ -148,6 +148,16 @@ def test_another_algorithm_of_a_group_is_refused(cls, calls, index, other, was):
 
 
 @both
+def test_a_setting_that_cannot_be_compared_is_named(cls):
+    optimizer = stepped(cls, 3)
+    optimizer.param_groups[0]["momentum"] = torch.tensor([0.9, 0.8])  # equal to nothing: torch raises
+    with refused(optimizer, r"^Invalid momentum=tensor\(\[0.9000, 0.8000\]\): must be in \[0, 1\)"):
+        train(optimizer, [3])
+    optimizer.param_groups[0]["momentum"] = 0.9
+    train(optimizer, [3])
+
+
+@both
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_model_that_is_made_float16_is_told_before_it_becomes_nan(cls, calls):
     optimizer = fine_and_odd(cls, calls=calls)
