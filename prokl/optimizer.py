@@ -49,7 +49,8 @@ class ProKLShampoo(MatrixOptimizer):
         params: parameters, named parameters or groups. Weights have 2 dimensions, 3 (a stack of matrices) or more
             (convolutions, flattened to (out, rest)). A group may say how they are read: ``transposed``, ``split``.
         lr: step size, in units of the operator norm of the complement's update, as Muon's. Start with 0.02, at
-            124M parameters with 0.01, and halve it while the loss falls; docs/results.md says what this rests on.
+            124M parameters with 0.01, and halve it from run to run as long as they end lower; docs/results.md says what
+            this rests on.
         weight_decay: decoupled, multiplied by lr.
         momentum: mu of the Nesterov momentum.
         rank: r of the subspace, at most min(m, n - 1). "auto" is m / 6, at most 128.

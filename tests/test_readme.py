@@ -46,7 +46,7 @@ def test_the_shown_factorisation_tells_which_matrices_fell_back(extension_on_cpu
     assert scope["Q"].shape == A.shape and scope["fell_back"].tolist() == [False, True]
 
 
-def test_what_is_shown_of_diagnostics_logs_every_figure():
+def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
     (block,) = re.findall(r"```python\n(from prokl import diagnostics\n\nloss.*?)```", DIAGNOSTICS, re.DOTALL)
     model = nn.Linear(6, 5, bias=False)
     optimizer, logged = prokl.ProKLShampoo(model.parameters(), lr=0.02, rank=2), {}
@@ -57,6 +57,10 @@ def test_what_is_shown_of_diagnostics_logs_every_figure():
         exec(block, {"optimizer": optimizer, "logger": logger, "step": step, "loss": loss})
     assert list(logged) == [0, 100] and not logged[0]  # nothing has begun before the first step
     assert 0 < next(value for key, value in logged[100].items() if key.endswith("/captured_energy")) < 1
+    (drawing,) = re.findall(r"```python\n(import matplotlib.*?)```", DIAGNOSTICS, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(drawing, {"diagnostics": prokl.diagnostics, "optimizer": optimizer})
+    assert (tmp_path / "spectra.png").stat().st_size > 1000
 
 
 class Block(nn.Module):

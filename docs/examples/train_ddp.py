@@ -1,7 +1,7 @@
 """train_ddp.py: a small language model under DDP, whose ranks divide the optimizer's step and state.
 
 torchrun --nproc-per-node 2 train_ddp.py
-torchrun --nproc-per-node 4 train_ddp.py --resume runs/ddp/50  # on any number of processes
+torchrun --nproc-per-node 4 train_ddp.py --resume runs/ddp/50  # on any number that divides the batch
 """
 
 import argparse
@@ -60,7 +60,7 @@ def text():
 
 
 def batch(step):
-    """Return this rank's rows of a step: together they are the same on any number of ranks."""
+    """Return this rank's rows of a step: together they are the same on any number that divides the batch."""
     starts = torch.randint(len(data) - LENGTH, (ROWS, 1), generator=torch.Generator().manual_seed(step))
     return data[(starts + torch.arange(LENGTH + 1))[rank::ranks]].long().to(device)
 

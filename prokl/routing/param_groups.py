@@ -57,9 +57,9 @@ def param_groups(
     Print the result to see where each weight went and why, and which output heads were found. A parameter with several
     names (a tied or shared one) is routed once, by the first of these rules that holds for it under any of its names:
 
-    1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
-       device): in no group. With ``names=False`` all that is frozen. Other frozen parameters have no state, and train
-       from the first gradient on that they have once they are unfrozen.
+    1. Frozen (``requires_grad`` is False), and of a kind that could not be trained (integers, 8-bit floats, on the
+       meta device): in no group. With ``names=False`` all that is frozen. Other frozen parameters have no state, and
+       train from the first gradient on that they have once they are unfrozen.
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
     4. It is marked ``_no_weight_decay``, or acts element by element by its name (``A_log``, ``time_decay``,
@@ -95,8 +95,8 @@ def param_groups(
     input as several matrices: ``in_proj_weight``, the gates of ``nn.LSTM`` and ``nn.GRU``, fused q, k and v or gate
     and up of models of transformers and timm. Queries and keys divide further, into attention's heads, where the module
     that holds them, the one around it, or the ``config`` of one of these states how many there are (``num_heads``,
-    ``n_head``, ``num_key_value_heads``, ``head_dim`` and the like) and the rows are just so many heads. These are the
-    keys ``transposed`` and ``split`` of the matrix group.
+    ``n_head``, and beside it ``num_key_value_heads``, ``head_dim`` and the like) and the rows are just so many heads.
+    These are the keys ``transposed`` and ``split`` of the matrix group.
 
     Args:
         model: the model whose parameters to route.
