@@ -207,8 +207,8 @@ class Layouts:
         return (
             f"{name!r}{' and others look' if len(self._suspects) > 1 else ' looks'} like q, k and v in one weight, "
             "which is stepped as one matrix and ends higher (docs/findings.md, fused weights). If the rows are those "
-            f"of q, then k, then v, give split={{{pattern!r}: 3}} and heads={{{pattern!r}: number of heads}}; else "
-            f"split={{{pattern!r}: 1}}."
+            f"of q, then k, then v, give split={{{pattern!r}: 3}}, and heads={{{pattern!r}: number of heads}} unless "
+            f"the module states it; else split={{{pattern!r}: 1}}."
         )
 
 
