@@ -13,6 +13,9 @@ from prokl.algorithm.names import indices_without_wrappers
 
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
+GRAPHS = {f"torch.export.unflatten.{name}Module" for name in ("Interpreter", "Unflattened")}
+GRAPHS |= {"torch.fx.graph_module.GraphModule"}
+"""Classes of modules that run a graph, by name: nothing else here needs to import them."""
 GATED = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 
@@ -120,23 +123,22 @@ def _closes(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def check_classes(model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
-    """Raise ValueError for a model that was exported or scripted: the classes of its layers are lost."""
-    if not any(map(_has_graph, model.modules())):
-        return
+    """Raise ValueError for a layer whose class, which routes it, was lost as it was exported, traced or scripted."""
     for held in owners.values():
         for o in held:
-            if o.written == "weight" and (type(o.module) is nn.Module or _has_graph(o.module)):
+            lost = _has_graph(o.module) or (type(o.module) is nn.Module and any(map(_has_graph, o.around)))
+            if lost and o.p.requires_grad and o.p.ndim >= 2 and re.match(r"weight(_|$)", o.attr):
                 raise ValueError(
-                    f"model ({type(model).__name__}) was exported or scripted: the module of {o.name!r} has no class "
-                    "that says what it is. Make the groups of the model that it was made of, "
+                    f"{o.name!r} of model ({type(model).__name__}) was exported, traced or scripted: its module has no "
+                    "class that says what it is. Make the groups of the model that it was made of, "
                     "prokl.param_groups(original, ...), whose parameters it shares. One from a file or of "
                     "torch.export.unflatten shares none: load its weights into the original, and train that."
                 )
 
 
 def _has_graph(module: nn.Module) -> bool:
-    graphs = {"GraphModule", "InterpreterModule"}  # of torch.fx and torch.export, by name: neither need be imported
-    return isinstance(module, ScriptModule) or any(cls.__name__ in graphs for cls in type(module).__mro__)
+    names = {f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__}
+    return isinstance(module, ScriptModule) or not names.isdisjoint(GRAPHS)
 
 
 def asked(model: nn.Module, method: str) -> Any:
