@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
 
-from prokl.kernels import apply, launch, momentum, product, project, triangle, turn, weigh
+from prokl.kernels import apply, launch, momentum, operands, product, project, triangle, turn, weigh
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair
 from tests.inputs import same_bits
@@ -67,6 +69,25 @@ def test_a_kernel_is_its_form_within_derived_rounding(case, size, dtypes, varian
     wanted = (case.stored or arithmetic)(i)
     for x in found[1:] if case.written == "M" else found[:1]:
         assert isinstance(x, Pair) or x.dtype == wanted
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="looks into the interpreter")
+@of_sums
+def test_no_kernel_gives_tensor_cores_float32_whole(case, monkeypatch):
+    """TF32 products have a factor in which TF32 loses nothing: one of the parts of float32, or a half of a pair."""
+    seen, of_interpreter = [], interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, precision, *others):
+        seen.append(precision)
+        kept = any(not (x.data.astype("float32").view("int32") & 0x1FFF).any() for x in (a, b))
+        assert kept or precision != ir.INPUT_PRECISION.TF32
+        return of_interpreter(self, a, b, d, precision, *others)
+
+    monkeypatch.setattr(operands, "INTERPRETED", False)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    for variant in range(len(case.variants)):
+        case.run(**case.make(case.sizes[0], case.dtypes[0], variant))
+    assert seen or case.name.startswith("stack")
 
 
 def shapes_of_tiles():
