@@ -299,7 +299,7 @@ class Algebra:
         Kernels add X U up in tiles of 16 of the n rows of U or more, each time within half a unit in the last place,
         eps / 2 or less, of a whole that grows from zero: within n / 64 eps in all, where the tiles are alike. Where U
         is stored in less, what it loses there, twice, up to half a unit in the last place each. The products' own
-        roundings may leave a hundred of them.
+        roundings may leave 100 eps.
         """
         return max(max(100, n / 64) * torch.finfo(dtype).eps, torch.finfo(stored).eps)
 

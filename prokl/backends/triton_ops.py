@@ -65,7 +65,7 @@ class TritonAlgebra(Algebra):
     name = "triton"
     pairs = False
     """True if large float32 factors are pairs."""
-    # The launchers are the operations: they take a tile and a precision besides.
+    # The launchers are the operations: they take a tile besides.
     symmetric_product = staticmethod(symmetric_product)
     symmetric_products = staticmethod(symmetric_products)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
