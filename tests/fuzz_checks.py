@@ -223,7 +223,7 @@ def longest_direction(a: History) -> float:
     2 gain * sqrt(m (n - r)) and KL-Shampoo's direction at 2 gain * sqrt(m n), in coordinates of Q_L and Q_R. Gain is
     what momentum makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding
     may fill those that the complement has not. Beside it balanced products take both factors of the subspace part in
-    bfloat16, each within 2^-9.
+    bfloat16, each entry within 2^-9: r orthonormal columns are then off by 2^-9 sqrt(r) at most.
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
@@ -235,7 +235,7 @@ def longest_direction(a: History) -> float:
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
         whitened = MOMENTUM_CLIP_FACTOR * h.gain * (m * r) ** 0.5
-        halves = (1 + 2**-9) ** 2 if a.balanced and h.variant in POLAR_VARIANTS else 1.0
+        halves = (1 + 2**-9) * (1 + 2**-9 * r**0.5) if a.balanced and h.variant in POLAR_VARIANTS else 1.0
         total += h.alpha_kl * whitened * (1 + orthonormality(a, r)) * halves
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
