@@ -134,8 +134,9 @@ def param_groups(
             is not known or missing.
         ValueError: a hyper-parameter, or one in ``_optim``, is out of bounds; a pattern matches nothing, clashes with
             another one, or gives the matrix method a weight that it cannot take, or one with ``_optim``; a number of
-            heads does not divide the rows; a parameter can be trained by neither method or has no shape yet; none
-            requires grad; or none goes to the matrix method, now or once it is no longer frozen.
+            heads does not divide the rows; a layer has lost its class, as it was exported, traced or scripted; a
+            parameter can be trained by neither method or has no shape yet; none requires grad; or none goes to the
+            matrix method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
