@@ -12,9 +12,8 @@ from torch import Tensor
 
 from prokl.kernels import launch, triangle
 from prokl.kernels.launch import Tile
-from prokl.kernels.operands import add_product, operand_dtypes, stored
+from prokl.kernels.operands import add_product, operand_dtypes
 from prokl.kernels.triangle import lower_place, store_symmetric
-from prokl.pair import Operand, Pair
 
 
 @triton.jit
@@ -29,13 +28,10 @@ def two_products_kernel(
     K_OF_E,
     gamma: tl.float64,
     beta: tl.float64,
-    stride_A_lo,
-    stride_E_lo,
     stride_C_b,
     stride_C_m,
     stride_C_n,
     stride_alpha_b,
-    LO: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     TILE: tl.constexpr,
@@ -43,7 +39,7 @@ def two_products_kernel(
 ):
     """Compute D = alpha A A^T + gamma E E^T + beta C, a lower tile and its mirror image a program.
 
-    A (M, K) and E (M, K_OF_E), both pairs where LO, and D (M, M) are contiguous; C (M, M) has any strides.
+    A (M, K), E (M, K_OF_E) and D (M, M) are contiguous; C (M, M) has any strides.
     """
     i_b, i_m, i_n = lower_place(tl.program_id(0), M, TILE)
     o_m = i_m * TILE + tl.arange(0, TILE)
@@ -56,8 +52,7 @@ def two_products_kernel(
         of_E = second > 0
         depth = tl.where(of_E, K_OF_E, K)
         at = tl.where(of_E, E_ptr, A_ptr) + i_b * M * depth
-        lo = tl.where(of_E, stride_E_lo, stride_A_lo)
-        acc = add_product(acc, at, at, o_m, o_n, M, M, depth, lo, depth, 1, lo, 1, depth, LO, LO, OPERAND, TILE_K)
+        acc = add_product(acc, at, at, o_m, o_n, M, M, depth, 0, depth, 1, 0, 1, depth, False, False, OPERAND, TILE_K)
         acc *= tl.where(of_E, gamma, alpha / gamma)
     D_at = D_ptr + i_b * M * M
     store_symmetric(
@@ -67,7 +62,7 @@ def two_products_kernel(
 
 
 def symmetric_products(
-    A: Operand, E: Operand, *, C: Tensor, alpha: Tensor, gamma: float, beta: float, tile: Tile | None = None
+    A: Tensor, E: Tensor, *, C: Tensor, alpha: Tensor, gamma: float, beta: float, tile: Tile | None = None
 ) -> Tensor:
     """Compute D = alpha A A^T + gamma E E^T + beta C in one launch; D equals D^T exactly.
 
@@ -80,20 +75,17 @@ def symmetric_products(
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
-        D (batch,m,m), contiguous, in A's dtype, float32 of a pair.
+        D (batch,m,m), contiguous, in the dtype of the sum.
     """
     batch, m, k = launch.matrices("A", A)
-    device, l_of_E = stored(A)[0].device, launch.matrices("E", E)[2]
+    l_of_E = launch.matrices("E", E)[2]
     given: launch.Shapes = {"A": (A, (batch, m, k)), "E": (E, (batch, m, l_of_E)), "C": (C, (batch, m, m))}
-    launch.check(device, given | {"alpha": (alpha, (batch,))})
-    A, E = (Pair(t.both.contiguous()) if isinstance(t, Pair) else t.contiguous() for t in (A, E))
-    (A_hi, A_lo, paired), (E_hi, E_lo, _) = stored(A), stored(E)
-    assert E_hi.dtype == A_hi.dtype
+    launch.check(A.device, given | {"alpha": (alpha, (batch,))})
+    assert E.dtype == A.dtype
     dtypes = operand_dtypes((A, E), C)
-    A_hi, E_hi = (launch.multiplicable(t, dtypes[0]) for t in (A_hi, E_hi))
-    D = torch.empty((batch, m, m), dtype=torch.float32 if isinstance(A, Pair) else A.dtype, device=device)
-    read = A_hi, E_hi, C
-    sizes, strides = (m, k, l_of_E), (A_lo, E_lo, *C.stride(), alpha.stride(0))
-    numbers = float(gamma), float(beta)
-    triangle.start(two_products_kernel, D, read, dtypes, tile, *read, D, alpha, *sizes, *numbers, *strides, LO=paired)
+    A, E = (launch.multiplicable(t.contiguous(), dtypes[0]) for t in (A, E))
+    D = torch.empty((batch, m, m), dtype=dtypes[0], device=A.device)
+    sizes, numbers, strides = (m, k, l_of_E), (float(gamma), float(beta)), (*C.stride(), alpha.stride(0))
+    read = A, E, C
+    triangle.start(two_products_kernel, D, read, dtypes, tile, *read, D, alpha, *sizes, *numbers, *strides)
     return D

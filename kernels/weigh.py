@@ -1,4 +1,4 @@
-"""All that an admitted gradient is on the subspace, weighed and split as products take it: ``Algebra.subspace_parts``.
+"""All that an admitted gradient is on the subspace, weighed, as products take it: ``Algebra.subspace_parts``.
 
 B: matrices; M: short side; R: rank.
 """
@@ -81,8 +81,8 @@ def weigh_kernel(
 
     G_par = of_G c G + of_M M; onto = A columns; Z = rows G; Y = rows Z; and where HAS_T, of Q (R, R) with any strides,
     T = alpha used_rows ((of_G c A + of_M B) used) Q^T, of which energy (tiles_r, M) takes the sums of squares of rows.
-    rows, used_rows (M,), columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous; G_par, T, onto
-    and Y are pairs where PAIR.
+    rows, used_rows (M,), columns and used (R,); c is 1 without HAS_SCALE. The results are contiguous; G_par, T and Y
+    are pairs where PAIR.
     """
     i = tl.program_id(0)
     tiles_r = tl.cdiv(R, TILE_R)
@@ -105,7 +105,7 @@ def weigh_kernel(
     store_result(Y_ptr, stride_lo, at, rows * x, mask, PAIR)
     x = tl.load(A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_r[None, :] * stride_A_r, mask, 0.0).to(DTYPE)
     columns = tl.load(columns_ptr + i_b * stride_columns_b + o_r * stride_columns_r, o_r < R, 0.0).to(DTYPE)[None, :]
-    store_result(onto_ptr, stride_lo, at, x * columns, mask, PAIR)
+    store_result(onto_ptr, 0, at, x * columns, mask, False)
     if HAS_T:
         acc = tl.zeros((TILE_M, TILE_R), DTYPE)
         for first in range(0, R, TILE_K):
@@ -146,7 +146,7 @@ def weigh(
     weights: tuple[float, float],
     pair: bool = False,
     tile: Tile | None = None,
-) -> tuple[Operand, tuple[Operand, Tensor] | None, Operand, Tensor, Operand]:
+) -> tuple[Operand, tuple[Operand, Tensor] | None, Tensor, Tensor, Operand]:
     """Compute, in one launch and with weights (g, b), what a step takes of a gradient and its momentum on the subspace.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64 where one
@@ -159,7 +159,7 @@ def weigh(
         alpha: scale of T.
         scale: c (B,), or None for 1.
         weights: of c G and of M.
-        pair: whether all results but the fourth are wanted as pairs.
+        pair: whether the third is wanted in bfloat16, and all others but the fourth as pairs.
         tile: block sizes, by default from r and the dtypes.
 
     Returns:
@@ -178,9 +178,10 @@ def weigh(
     tile = tile or choose_tile(r, dtype)
     tiles_r = triton.cdiv(r, tile.n)
     Z = torch.empty((batch, m, r), dtype=dtype, device=G.device)
+    onto = torch.empty_like(Z, dtype=torch.bfloat16 if pair else dtype)
     factors: list[Operand]
-    factors = [empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z) for _ in range(3 + (Q is not None))]
-    G_par, onto, Y, T = factors if Q is not None else (*factors, factors[0])
+    factors = [empty_pair((batch, m, r), G.device) if pair else torch.empty_like(Z) for _ in range(2 + (Q is not None))]
+    G_par, Y, T = factors[0], factors[1], factors[-1]
     energy = torch.empty((batch, tiles_r, m), dtype=torch.float64, device=G.device)
     if batch:
         launch.start(
@@ -192,7 +193,7 @@ def weigh(
             *converted[7:],
             *(stored(t)[0] for t in (G_par, T)),
             energy,
-            stored(onto)[0],
+            onto,
             Z,
             stored(Y)[0],
             m,
@@ -201,7 +202,7 @@ def weigh(
             float(alpha),
             *(stride for t in converted for stride in t.stride()),
             0 if scale is None else scale.stride(0),
-            stored(Y)[1],
+            stored(G_par)[1],
             HAS_SCALE=scale is not None,
             HAS_T=Q is not None,
             PAIR=pair,

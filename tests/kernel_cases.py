@@ -242,6 +242,10 @@ def wider(i: Inputs) -> torch.dtype:
     return SINGLE if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
 
 
+def widest(i: Inputs) -> torch.dtype:
+    return wider(i) if i.get("C") is None else torch.promote_types(wider(i), i["C"].dtype)
+
+
 def of_product(s: Sizes) -> Roundings:
     """n products and sums, two roundings of each scale and the last sum."""
     return [(s.n + 5, 1)]
@@ -259,7 +263,7 @@ PRODUCT = KernelCase(
         (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
         (HALF, BF16, HALF), (SINGLE, SINGLE, BF16), *GPU_DTYPES,
     ),
-    variants=ADDENDS, tiles=FACTOR_TILES, stored=wider,
+    variants=ADDENDS, tiles=FACTOR_TILES, stored=widest,
 )  # fmt: skip
 PAIRED_PRODUCT = replace(
     PRODUCT, name="product of pairs", inputs={"A": "mn pair", "B": "nr pair"}, dtypes=((BF16, BF16),),
@@ -279,7 +283,8 @@ RESIDUAL = KernelCase(
 )  # fmt: skip
 PAIRED_RESIDUAL = replace(
     RESIDUAL, name="product of pairs with energies", inputs=RESIDUAL.inputs | {"A": "mn pair", "B": "nr pair"},
-    dtypes=((BF16,) * 3,), variants=({}, {"pair": True}), tiles={SINGLE: product.TILES_HALF},
+    dtypes=((BF16,) * 3,), variants=({}, {"out_dtype": BF16}), tiles={SINGLE: product.TILES_HALF},
+    stored=lambda i: i.get("out_dtype") or SINGLE,
 )  # fmt: skip
 
 
@@ -345,12 +350,11 @@ TWO_SYMMETRIC = KernelCase(
     "two symmetric products", lambda **i: [two_products.symmetric_products(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT + i["gamma"] / column(i["alpha"]) * i["E"] @ i["E"].mT))],
     {"A": "mn", "E": "mr", "alpha": ".+", "gamma": 0.3, "beta": 0.9}, lambda s: [(s.n + s.r + 8, 1)],
-    dtypes=((SINGLE,) * 4, (HALF, HALF, SINGLE, SINGLE), (DOUBLE,) * 4, (SINGLE, SINGLE, SINGLE, BF16)),
-    variants=({"C": "mm~"},), tiles=SYMMETRIC_TILES, stored=wider, symmetric=True,
-)  # fmt: skip
-PAIRED_TWO_SYMMETRIC = replace(
-    TWO_SYMMETRIC, name="two symmetric products of pairs", dtypes=((SINGLE,),),
-    inputs=TWO_SYMMETRIC.inputs | {"A": "mn pair", "E": "mr pair"}, tiles={SINGLE: triangle.TILES_HALF},
+    dtypes=(
+        (SINGLE,) * 4, (BF16, BF16, SINGLE, SINGLE), (HALF, HALF, SINGLE, SINGLE), (DOUBLE,) * 4,
+        (SINGLE, SINGLE, SINGLE, BF16),
+    ),
+    variants=({"C": "mm~"},), tiles=SYMMETRIC_TILES, stored=arithmetic, symmetric=True,
 )  # fmt: skip
 PAIRED_SYMMETRIC = replace(
     SYMMETRIC, name="symmetric product of a pair", inputs={"A": "mn pair"}, dtypes=((SINGLE,),),
@@ -582,7 +586,7 @@ ADMIT = KernelCase(
 SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, SPLIT_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL,
     SHIFTED, EXTRAPOLATED, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY,
-    WEIGH, PAIRED_WEIGH, PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, PAIRED_TWO_SYMMETRIC, TURN,
+    WEIGH, PAIRED_WEIGH, PAIRED_POLYNOMIAL, PAIRED_STACK, TWO_SYMMETRIC, TURN,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*SUM_CASES, ADMIT)

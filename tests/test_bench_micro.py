@@ -92,7 +92,7 @@ def test_each_form_has_the_plain_one_and_kl_shampoos_beside(monkeypatch):
     assert set(found) == {case.name for case in EVERY if case.timed}
     assert found["refresh"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
     assert found["split two"] == found["product Q^T G of pairs"] == [(PLAIN, ""), (OURS, "triton")]
-    assert found["product V of pairs"] == [(PLAIN, ""), (OURS, "triton"), (LIBRARY, "torch")]
+    assert found["product V of a pair"] == [(PLAIN, ""), (OURS, "triton"), (LIBRARY, "torch")]
     assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bench.micro.case import FP32_POLAR, FP64, Sizes, doubled, flat, numbers
+from bench.micro.case import FP32_POLAR, FP64, Sizes, flat, numbers, widened
 from bench.micro.states import KL_H, kl_inputs, pro_inputs, settings
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra, Direction
@@ -93,7 +93,7 @@ def test_a_backends_operation_is_its_default_in_float64(backend, name):
     errors = []
     for key, given, found in called(backend):
         if key == name:
-            args, kwargs = doubled(copied(given))
+            args, kwargs = widened(copied(given))
             if name == "bounded_product" and isinstance(args[1], tuple):
                 args = args[0], args[1][0]
             errors.append(off(name, found, getattr(PLAIN, name)(*args, **kwargs)))

@@ -164,11 +164,13 @@ def test_the_kernel_splits_as_pytorch_bit_for_bit(shape):
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("tile", [None, SMALL], ids=str)
-def test_a_product_stored_as_a_pair_is_the_whole_one_split(tile):
+def test_what_is_stored_as_a_pair_or_in_bfloat16_is_the_whole_one_split_or_rounded(tile):
     i = PAIRED_PRODUCT.make(Sizes(2, 33, 47, 20))
     A, B, C = i["A"], i["B"], i["C"]
-    (whole, energies), (pair, same) = (product_with_energies(A, B, C=C, pair=own, tile=tile) for own in (False, True))
-    assert torch.equal(pair.both, Pair.split(whole).both) and torch.equal(energies, same)
+    (whole, energies), (rounded, same) = (
+        product_with_energies(A, B, C=C, out_dtype=own, tile=tile) for own in (None, torch.bfloat16)
+    )
+    assert torch.equal(rounded, whole.bfloat16()) and torch.equal(energies, same)
     one = torch.ones(2, device=DEVICE)
     G, M, rows = whole, torch.zeros_like(whole), one[:, None].expand(2, whole.shape[1])
     scales = {"rows": rows, "used_rows": rows, "columns": whole[:, 0], "used": whole[:, 0], "scale": one}
@@ -179,9 +181,10 @@ def test_a_product_stored_as_a_pair_is_the_whole_one_split(tile):
         weigh(*given, **scales, pair=own) for own in (True, False)
     )
     assert torch.equal(energy, same)
+    assert others[0].dtype == torch.bfloat16 and others[1].dtype == torch.float32
     for sum_of, own in zip((G_par, T, *others), (G_own, T_own, *own_ones), strict=True):
         split_ = isinstance(sum_of, Pair)
-        assert torch.equal(sum_of.both, Pair.split(own).both) if split_ else torch.equal(sum_of, own)
+        assert torch.equal(sum_of.both, Pair.split(own).both) if split_ else torch.equal(sum_of, own.to(sum_of.dtype))
     G_par, U = (Pair.split(torch.zeros(2, side, 3, device=DEVICE)) for side in whole.shape[1:])
     given = {"momentum": 0.9, "weights": (1.0, 1.0, 0.9), "tile": tile}
     X, both = (momentum(G, M.clone(), G_par, U, rows, **given, pair=own)[0] for own in (False, True))

@@ -10,7 +10,17 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads, normal, weight
-from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, relative, run, state_tensors, ways
+from tests.problems import (
+    AVERAGES,
+    VARIANTS,
+    assert_runs_agree,
+    gradient_stream,
+    held,
+    relative,
+    run,
+    state_tensors,
+    ways,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One shape, its transpose, a stack of it, vectors, and a wide one that is a flattened convolution.
@@ -211,9 +221,10 @@ def test_the_gradient_is_let_go_after_the_step():
 def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, shapes):
     """Both multiply the same halves, where they come from the same numbers.
 
-    Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away. Measured:
-    at most 5.6e-5, 1.3e-4 and 2.4e-4 of the distance moved on three CPUs; with one half alone 1.1e-3 and more, and over
-    what a balanced step may be off by (tests/test_batched_step.py).
+    Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away, or an average's to
+    another neighbour in bfloat16. Measured: at most 5.6e-5, 1.3e-4 and 2.4e-4 of the distance moved on three CPUs by
+    the pairs, and 9.7e-4 by both; with one half alone 1.1e-3 and more, and over what a balanced step may be off by
+    (tests/test_batched_step.py).
     """
     stream = on_device(gradient_stream(shapes, 4, dtype=torch.float32))
     stream[3][-1] *= 1e4
@@ -223,7 +234,8 @@ def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, shapes):
     if cls is ProKLShampoo:
         kwargs["ns_dtype"] = torch.float32
     torch_, triton = (ways(cls, stream, backend=b, precision="balanced", **kwargs) for b in ("torch", "triton"))
-    assert all(relative(q, p) <= 2**-11 for p, q in zip(torch_[-1], triton[-1], strict=True))
+    differing = 2**-11 + AVERAGES * (cls is ProKLShampoo)
+    assert all(relative(q, p) <= differing for p, q in zip(torch_[-1], triton[-1], strict=True))
     assert held(triton, cls, stream, "balanced", **kwargs) <= 1
 
 

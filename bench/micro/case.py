@@ -121,8 +121,7 @@ class Case:
         """Return the call of the plain form that is timed, of balanced products in float32."""
         if self.plain:
             return partial(self.plain, i)
-        i = tree_map(lambda x: x.whole() if isinstance(x, Pair) else x, i, is_leaf=_is_pair)
-        return self.bind(i, torch_form(i))
+        return self.bind(widened(i, torch.float32) if self.balanced else i, torch_form(i))
 
 
 def _is_pair(x: Any) -> bool:
@@ -214,14 +213,14 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
     return inputs
 
 
-def doubled(inputs: Any) -> Any:
-    """Return inputs in float64."""
+def widened(inputs: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return inputs in a wider dtype."""
 
     def wider(x: Any) -> Any:
         x = x.whole() if isinstance(x, Pair) else x
         if isinstance(x, Tensor):
-            return x.double() if x.is_floating_point() else x
-        return torch.float64 if isinstance(x, torch.dtype) else x
+            return x.to(dtype) if x.is_floating_point() else x
+        return dtype if isinstance(x, torch.dtype) else x
 
     return tree_map(wider, inputs, is_leaf=_is_pair)
 
@@ -243,10 +242,10 @@ class Expected:
 
 def expect(case: Case, fresh: Callable[[], Inputs]) -> Expected:
     """Compute what to compare with; ``fresh`` makes the inputs, always the same."""
-    i, wrong = doubled(fresh()), ""
+    i, wrong = widened(fresh()), ""
     truth = flat(case.plain(i) if case.plain else case.bind(i, torch_form(i))())
     if case.plain:
-        i = doubled(fresh())
+        i = widened(fresh())
         wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
     return Expected(truth, case.reference(fresh()), wrong)
 

@@ -139,7 +139,7 @@ def _bounded_product(i: Inputs, ops: Algebra) -> Callable[[], list[Any]]:
     if ops.name != "triton":
         return lambda: [*ops.bounded_product(i["left"], T.clone(), **given)]
     energies = T.double().square().sum(dim=-1)[:, None]
-    T = Pair.split(T) if isinstance(i["left"], Pair) else T
+    T = Pair.split(T) if i["left"].dtype == torch.bfloat16 else T
     return lambda: [*ops.bounded_product(i["left"], (T, energies), **given)]
 
 
@@ -207,13 +207,13 @@ KERNELS: tuple[Case, ...] = (
     Case("product W as a pair", tensors("A mm pair", "B mm pair"), call("product_as_factor", "A", "B"), module=product,
          balanced=True),
     product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
-    product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
-    symmetric_L_case("symmetric L of pairs", " pair", operand="pair", **PAIRED),
+    product_case("product V of a pair", "nmT polar, mr pair", ("C nr",), operand="pair", **LIBRARY | PAIRED),
+    symmetric_L_case("symmetric L in bfloat16", " polar", operand="pair", **PAIRED),
     product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
     Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=triangle, **PAIRED),
-    Case("bounded product of a pair", tensors("left mm pair", "T mr", "rows m+", "bounded .?", **POLAR_OF),
+    Case("bounded product of a pair", tensors("left mm polar", "T mr", "rows m+", "bounded .?", **POLAR_OF),
          _bounded_product, module=product, **PAIRED),
-    Case("product of a pair, not bounded", tensors("left mm pair", "T mr", "rows m+", **POLAR_OF),
+    Case("product of a pair, not bounded", tensors("left mm polar", "T mr", "rows m+", **POLAR_OF),
          _bounded_product, module=product, balanced=True),
     stack_case("stack of pairs", False, **PAIRED),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),

@@ -100,7 +100,11 @@ class Algebra:
         return self.operand(x), self.operand(y)
 
     def rounded(self, factor: Factor) -> Tensor:
-        """Return a factor as the direction takes it beside Newton-Schulz: in bfloat16 where products are balanced."""
+        """Return a factor in bfloat16 where products are balanced, for what loses nothing by it.
+
+        The direction has Newton-Schulz in bfloat16 beside it. L is averaged in its eigenbasis: rounding a row moves
+        what rows i and j make of L by a part of sqrt(L_ii L_jj), so that small eigenvalues keep their digits.
+        """
         t: Tensor = factor
         return t
 
@@ -127,7 +131,7 @@ class Algebra:
         return self.symmetric_polynomial(A, A, C=C, alpha=alpha, beta=beta)
 
     def symmetric_products(
-        self, A: Factor, E: Factor, /, *, C: Tensor, alpha: Tensor, gamma: float, beta: float
+        self, A: Tensor, E: Tensor, /, *, C: Tensor, alpha: Tensor, gamma: float, beta: float
     ) -> Tensor:
         """Return alpha A A^T + gamma E E^T + beta C: (B,m,k), (B,m,l), symmetric (B,m,m); alpha (B,), gamma above 0."""
         return self.symmetric_product(A, C=self.symmetric_product(E, C=C, beta=beta, alpha=gamma), alpha=alpha)
@@ -191,14 +195,14 @@ class Algebra:
         G, M = self.product(G, U), self.product(M.to(G.dtype), U)
         return Projected(G, M, self.product(G, Q_S), self.product(M, Q_S), self.operand(G))
 
-    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Factor, Tensor]:
-        """Return G_perp = G - G~ U^T (B,m,n), and its rows' energies: (B,m), or parts (B,k,m) that add up.
+    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Tensor, Tensor]:
+        """Return G_perp = G - G~ U^T (B,m,n) :meth:`rounded`, and its rows' energies: (B,m), or parts (B,k,m) of them.
 
         The difference is formed explicitly: that of Gram matrices loses accuracy as U captures more of the energy (in
         float32, 64 x 256 and r = 32: 2.7, 13 and 50 times the error at 50, 90 and 99 %).
         """
         G_perp = self.product(G_tilde, U.mT, C=G, alpha=-1.0)
-        return self.operand(G_perp), self.row_norms(G_perp).square()
+        return self.rounded(G_perp), self.row_norms(G_perp).square()
 
     def admit(self, A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about a gradient by its whitened sizes, and do the eigenvalue EMA of what is left of it.
@@ -215,14 +219,14 @@ class Algebra:
 
     def subspace_parts(
         self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
-    ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
+    ) -> tuple[Factor, Any, Tensor, Tensor, Factor]:
         """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
 
         Returns:
-            Five matrices (B,m,r), the first, third and last as products take them:
-            G^par = G^ U = (a + b g) c G~ + b mu M~.
+            Five matrices (B,m,r):
+            G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it.
             D_sub = alpha diag(a_L) G^par S^-1/2, for :meth:`bounded_product`; None where the variant has no such part.
-            A diag(c_S). Z = diag(c_L) G~. Y = diag(c_L) Z.
+            A diag(c_S), :meth:`rounded`. Z = diag(c_L) G~. Y = diag(c_L) Z, as products take it.
         """
         (g, a, b), c, c_L, D_sub = h.gradient_weights, admitted.scale, admitted.c_L[:, :, None], None
         of_G = per_matrix(a + b * g if c is None else (a + b * g) * c)
@@ -231,7 +235,7 @@ class Algebra:
             G_par_white = torch.add(of.A * of_G, of.B, alpha=b * h.momentum).mul_(admitted.used.S[:, None, :])
             D_sub = self.product(G_par_white, Q_S.mT, alpha=alpha).mul_(admitted.used.L[:, :, None])
         Z = of.G * c_L
-        A_white = self.operand(of.A * admitted.c_S[:, None, :])
+        A_white = self.rounded(of.A * admitted.c_S[:, None, :])
         return self.operand(G_par), D_sub, A_white, Z, self.operand(Z * c_L)
 
     def momentum(
@@ -318,7 +322,7 @@ class Algebra:
 
     # Factorisations.
 
-    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
+    def track(self, G_perp: Tensor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
         """Return Q (B,n,r) of qr(V) for V = alpha G_perp^T Y + U K.
 
         V is Phi U with Phi positive semi-definite and K = U^T V, which makes a QR without Householder.

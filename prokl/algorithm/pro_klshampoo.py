@@ -60,10 +60,10 @@ def step(
         bounded = None if bounded is None else bounded | ((ratio > 0) & (ratio < 1))
         X, scale = ops.product(Q, X), h.direction_scale * used.mu * factor
     if h.variant in SUBSPACE_VARIANTS:
-        right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
+        Q_D, right = (ops.rounded(Q), ops.rounded(U_)) if h.variant in POLAR_VARIANTS else (Q, U)
         largest = largest_rms * alpha_sub * (m * r) ** 0.5
         left, clipped = ops.bounded_product(
-            Q, D_sub, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype
+            Q_D, D_sub, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype
         )
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded

@@ -81,7 +81,7 @@ def qr(A: Tensor) -> Factorisation:
     return Factorisation(*torch.ops.prokl.qr(A))
 
 
-def track(ops: Algebra, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
+def track(ops: Algebra, G_perp: Tensor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
     """Return Q of the QR of V = alpha G_perp^T Y + U K = Phi U, Phi positive semi-definite (Algorithm 2 (4)).
 
     V chol(K)^-T has nearly orthogonal columns, as K = U^T V. Where K is singular to working precision Phi + delta I

@@ -27,6 +27,13 @@ def product(left: Operand, right: Operand) -> Tensor:
     return D
 
 
+def _balanced(left: Operand, right: Operand, C: Tensor | None) -> bool:
+    """Return True if a product of bfloat16 is summed in float32: of a pair, or beside a float32 C."""
+    if isinstance(left, Pair) or isinstance(right, Pair):
+        return True
+    return C is not None and C.dtype == torch.float32 and left.dtype == torch.bfloat16
+
+
 class PairedAlgebra(Algebra):
     """PyTorch's operations, whose products take pairs too: beside one the other factor is split."""
 
@@ -34,15 +41,15 @@ class PairedAlgebra(Algebra):
         """Split a large factor."""
         return Pair.split(t)
 
-    def rounded(self, factor: Pair) -> Tensor:
-        """Return a factor in bfloat16: Newton-Schulz beside it errs by more than that rounding."""
-        return factor.hi
+    def rounded(self, factor: Operand) -> Tensor:
+        """Return a factor in bfloat16."""
+        return factor.hi if isinstance(factor, Pair) else factor.to(torch.bfloat16)
 
     def product(
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if not _balanced(left, right, C):
             return super().product(left, right, C=C, alpha=alpha, beta=beta)
         D = product(left, right) * per_matrix(alpha)
         return D if C is None else D + C * beta
@@ -51,7 +58,7 @@ class PairedAlgebra(Algebra):
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right^T + beta C."""
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if not _balanced(left, right, C):
             return super().symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
         return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
 

@@ -106,14 +106,15 @@ class TritonAlgebra(Algebra):
         turned = self.product(both.flatten(1, 2), Q_S)
         return Projected(both[:, 0], both[:, 1], turned[:, :m], turned[:, m:], factor)
 
-    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Factor, Tensor]:
+    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Tensor, Tensor]:
         """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
-        return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
+        out_dtype = torch.bfloat16 if self.pairs else None
+        return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, out_dtype=out_dtype)
 
     def subspace_parts(
         self, of: Projected, admitted: Admitted, h: ProHyper, Q_S: Tensor, alpha: float
-    ) -> tuple[Factor, Any, Factor, Tensor, Factor]:
-        """Return G^par, T with parts of its energy, A diag(c_S), Z and Y in one launch, factors split as stored."""
+    ) -> tuple[Factor, Any, Tensor, Tensor, Factor]:
+        """Return G^par, T with parts of its energy, A diag(c_S), Z and Y in one launch, split or rounded as stored."""
         (g, a, b), used = h.gradient_weights, admitted.used
         given: dict[str, Any] = {"rows": admitted.c_L, "columns": admitted.c_S, "used_rows": used.L, "used": used.S}
         given |= {"scale": admitted.scale, "weights": (a + b * g, b * h.momentum), "pair": self.pairs}
@@ -195,7 +196,7 @@ class TritonAlgebra(Algebra):
             return product(left, T, out_dtype=dtype), clipped
         return bounded_product(left, T, energies, largest=largest, bounded=bounded, clipped=clipped, out_dtype=dtype)
 
-    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
+    def track(self, G_perp: Tensor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
         if self.use_cuda_qr:
             return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q
