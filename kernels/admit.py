@@ -107,14 +107,15 @@ def admit_kernel(
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Admit one gradient a program: A, Gt (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and c times those
     damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, weight_L, lambda_0; flags (2, B) evident,
     bounded. sums (2, B, M) is float64 memory to work with. B is the number of matrices or more. smallest and largest
-    bound the roots that can be stored. TILE_R holds all columns. TILE_M rows of A are worked on at a time, and TILE_V
-    of what has a number a row.
+    bound the roots that can be stored. TILE_R holds all columns. TILE_M rows of A are worked on at a time, loaded
+    STAGES - 1 ahead, and TILE_V of what has a number a row.
     """
     i_b = tl.program_id(0).to(tl.int64)
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
@@ -150,10 +151,11 @@ def admit_kernel(
         tl.store(e_ptr + o_v, e_res, o_v < M)
         energy += e_res
         complement += a * a_mu * (a * a_mu) * e_res
-    rho = tl.zeros((TILE_R,), tl.float64)
-    squares = tl.zeros((TILE_R,), tl.float64)
+    # Sums over rows go across threads once, after the loop: barriers in it would outweigh its arithmetic.
+    rho = tl.zeros((TILE_M, TILE_R), tl.float64)
+    squares = tl.zeros((TILE_M, TILE_R), tl.float64)
     subspace = tl.zeros((TILE_M,), tl.float64)
-    for first in range(0, M, TILE_M):
+    for first in tl.range(0, M, TILE_M, num_stages=STAGES):
         o_m = first + tl.arange(0, TILE_M).to(tl.int64)
         mask = (o_m[:, None] < M) & m_r[None, :]
         a_L = _damp(tl.load(s_L_ptr + i_b * stride_s_L_b + o_m * stride_s_L_m, o_m < M, 1.0).to(tl.float64), eps)
@@ -161,14 +163,14 @@ def admit_kernel(
         x = tl.load(at, mask, 0.0).to(tl.float64)
         x = x * x
         ell = tl.sum(x * (a_S * a_S)[None, :], 1)
-        rho += tl.sum(x * (a_L * a_L)[:, None], 0)
+        rho += x * (a_L * a_L)[:, None]
         tl.store(ell_ptr + o_m, ell, o_m < M)
         subspace += a_L * a_L * ell
         if BOUNDED:
             at = Gt_ptr + i_b * stride_Gt_b + o_m[:, None] * stride_Gt_m + o_r[None, :] * stride_Gt_r
             x = tl.load(at, mask, 0.0).to(tl.float64)
-            squares += tl.sum(x * x, 0)
-    rho = rho / m
+            squares += x * x
+    rho = tl.sum(rho, 0) / m
 
     one = tl.full((), 1.0, tl.float64)  # of a bare number in where() the interpreter and the compiler make float32
     c = one
@@ -188,7 +190,7 @@ def admit_kernel(
         bounded = (c < 1.0) | (tl.max(excess) > 1.0)
         evident = is_finite
         if AUTO:
-            rms = tl.sqrt((tl.sum(squares) + tl.sum(energy)) / (m * n))
+            rms = tl.sqrt((tl.sum(tl.sum(squares, 0)) + tl.sum(energy)) / (m * n))
             lower = tl.where(units * rms > beta2 * start, units * rms, beta2 * start)
             tl.store(
                 scalars_ptr + 4 * B + i_b, tl.where(is_finite & (rms > 0.0) & (lower < start), lower, start).to(DTYPE)
@@ -324,6 +326,8 @@ def admit(
             TILE_M=max(1, min(height, ELEMENTS // spare // width)),
             TILE_R=width,
             TILE_V=min(MAX_TILE_ROWS // spare, height),
+            # In shared memory, 64 KB in float32; longer rows and float64 would not fit.
+            STAGES=3 if width <= ELEMENTS and dtype == torch.float32 else 1,
             num_warps=8,
             # A product contracted into a sum across lanes would leave each lane its own rounding of one number.
             enable_fp_fusion=False,
