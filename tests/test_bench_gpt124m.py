@@ -70,7 +70,8 @@ def test_every_run_is_trained_once_at_the_best_rates():
         *(case for case in pieces if case.startswith(OURS) and not case.endswith((" whole weights", "paper's form"))),
     }
     changed = ["rank 8", "beta2 0.98", "no bound", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
-    assert [*own][1:-2] == [*changed, "bfloat16 state", "rank 256"]
+    assert [*own][1:-2] == ["rank 2, alpha_kl 0.036", *changed, "bfloat16 state", "rank 256"]
+    assert rates(order, f"{OURS}, rank 2, alpha_kl 0.036") == [0.0675, 0.03]  # Muon's best, and two steps below
     assert (own["rank 8"].hyper.rank, own["rank 8"].hyper.lr) == (8, 0.0675)  # Muon's best
     assert own["query and key at Muon's rate"].hyper.qk_rate * own["rank 32"].hyper.lr == pytest.approx(0.0675)
     assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
@@ -79,7 +80,7 @@ def test_every_run_is_trained_once_at_the_best_rates():
     assert longer == [(OURS, 0.045), (MUON_9, 0.0675), (KL, 0.01), (OURS, 0.03), (MUON_9, 0.045), (KL, 0.006667)]
     assert [(trial.case, trial.scale.name) for trial in order[-3:]] == [(case, "gpt2-350m") for case in three]
     assert [trial.hyper.qk_pieces for trial in order[-3:]] == [FULL[1].config.heads, 1, 1]
-    assert {trial.hyper.lr for trial in order if trial.base} == {lowest[case] for case in three}
+    assert {trial.hyper.lr for trial in order if trial.base} == {0.03, *(lowest[case] for case in three)}
 
 
 def test_a_search_of_runs_that_all_diverge_ends():
