@@ -79,7 +79,7 @@ def gram_kernel(
         tl.store(factor_ptr + i_b, s * tl.load(size_ptr + i_b * stride_size_b).to(tl.float32))
     acc = tl.where(s == 0, tl.zeros_like(acc), acc)  # which may be infinite there
     D_at = D_ptr + i_b * M * M
-    store_symmetric(acc, s * s, D_at, 0.0, D_at, D_at, 0.0, 0.0, i_m, i_n, M, 0, 0, False, False, False, TILE)
+    store_symmetric(acc, s * s, D_at, 0.0, D_at, D_at, 0.0, 0.0, i_m, i_n, M, 0, 0, False, False, False, False, TILE)
 
 
 def normalised_gram(

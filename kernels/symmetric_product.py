@@ -46,6 +46,7 @@ def symmetric_product_kernel(
     LO: tl.constexpr,
     HAS_C: tl.constexpr,
     SHIFTED: tl.constexpr,
+    ALONE: tl.constexpr,
     AHEAD: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -56,7 +57,7 @@ def symmetric_product_kernel(
     """Compute D = alpha A B^T + beta C, symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), and shifted where SHIFTED, are
-    contiguous.
+    contiguous. Where ALONE, D is not stored.
     """
     i_b, i_m, i_n = lower_place(tl.program_id(0), M, TILE)
     o_m = i_m * TILE + tl.arange(0, TILE)
@@ -73,7 +74,7 @@ def symmetric_product_kernel(
     to = i_b * M * M
     store_symmetric(
         acc, scale, C_ptr + i_b * stride_C_b, beta, D_ptr + to, shifted_ptr + to, shift, ahead, i_m, i_n, M,
-        stride_C_m, stride_C_n, HAS_C, SHIFTED, AHEAD, TILE,
+        stride_C_m, stride_C_n, HAS_C, SHIFTED, ALONE, AHEAD, TILE,
     )  # fmt: skip
 
 
@@ -87,8 +88,9 @@ def _compute(
     out_dtype: torch.dtype | None = None,
     shift: float | None = None,
     ahead: float = 0.0,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; return D and, with a ``shift``, D + ahead (D - C) + shift I, else D."""
+    """Launch the kernel; return D and, with a ``shift``, D + ahead (D - C) + shift I, else D; ``alone`` that twice."""
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = launch.matrices("A", A)
     given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, m, k)), "C": (C, (batch, m, m))}
@@ -102,7 +104,7 @@ def _compute(
     out_dtype = out_dtype or (torch.float32 if paired else torch.promote_types(A_hi.dtype, B_hi.dtype))
     A_hi, B_hi = (launch.multiplicable(t, dtypes[0]) for t in (A_hi, B_hi))
     D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
-    shifted = D if shift is None else torch.empty_like(D)
+    shifted = D if shift is None or alone else torch.empty_like(D)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     triangle.start(
         symmetric_product_kernel,
@@ -128,10 +130,11 @@ def _compute(
         *B_hi.stride(),
         *((0, 0, 0) if C is None else C.stride()),
         stride_alpha,
-        twice=shift is not None,
+        twice=shifted is not D,
         LO=paired,
         HAS_C=C is not None,
         SHIFTED=shift is not None,
+        ALONE=alone,
         AHEAD=ahead != 0,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
     )
@@ -176,14 +179,16 @@ def symmetric_polynomial(
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
     beta: float = 1.0,
+    shift: float | None = None,
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute D = alpha A B^T + beta C where that is symmetric, as of polynomials of one matrix; D equals D^T exactly.
+    """Compute D = alpha A B^T + beta C + shift I where that is symmetric, as of polynomials of one matrix.
 
-    Half of it is computed. B is (batch,m,k), a pair where A is; all else is as of :func:`symmetric_product`.
+    D equals D^T exactly, and half of it is computed. B is (batch,m,k), a pair where A is; all else is as of
+    :func:`symmetric_product`.
     """
-    return _compute(A, B, C, alpha, beta, tile, out_dtype)[0]
+    return _compute(A, B, C, alpha, beta, tile, out_dtype, shift, alone=shift is not None)[0]
 
 
 def shifted_polynomial(

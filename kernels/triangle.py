@@ -65,11 +65,12 @@ def _store_twice(D_ptr, d, o_m, o_n, M, mask, diagonal):
 @triton.jit
 def store_symmetric(
     acc, scale, C_ptr, beta, D_ptr, shifted_ptr, shift, ahead, i_m, i_n, M, stride_C_m, stride_C_n,
-    HAS_C: tl.constexpr, SHIFTED: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
+    HAS_C: tl.constexpr, SHIFTED: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of D = scale acc + beta C twice, itself and its mirror image; pointers are those of a matrix.
 
-    C has any strides, D is contiguous. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum.
+    C has any strides, D is contiguous. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum, or
+    ALONE.
     """
     o_m = i_m * TILE + tl.arange(0, TILE)
     o_n = i_n * TILE + tl.arange(0, TILE)
@@ -90,7 +91,8 @@ def store_symmetric(
         if HAS_C:
             c = _load_lower(C_ptr, stride_C_m, stride_C_n, o_m, o, mask, diagonal).to(acc.dtype)
             d += c * tl.full((), beta, acc.dtype)
-        _store_twice(D_ptr, d, o_m, o, M, mask, diagonal)
+        if not ALONE:
+            _store_twice(D_ptr, d, o_m, o, M, mask, diagonal)
         if SHIFTED:
             if AHEAD:
                 d += tl.full((), ahead, acc.dtype) * (d - c)

@@ -57,7 +57,7 @@ def two_products_kernel(
     D_at = D_ptr + i_b * M * M
     store_symmetric(
         acc, 1.0, C_ptr + i_b * stride_C_b, beta, D_at, D_at, 0.0, 0.0, i_m, i_n, M,
-        stride_C_m, stride_C_n, True, False, False, TILE,
+        stride_C_m, stride_C_n, True, False, False, False, TILE,
     )  # fmt: skip
 
 

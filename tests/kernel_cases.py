@@ -319,9 +319,9 @@ SYMMETRIC = KernelCase(
 )  # fmt: skip
 POLYNOMIAL = KernelCase(
     "symmetric polynomial", lambda **i: [symmetric_product.symmetric_polynomial(**i)],
-    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mn", "B": "mn"}, lambda s: [(s.n + 6, 1)],
-    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *GPU_DTYPES), variants=OWN_ADDENDS, tiles=SYMMETRIC_TILES,
-    stored=wider, symmetric=True,
+    lambda i, minus=-1.0: _shifted({"shift": 0.0} | i)[1:], {"A": "mn", "B": "mn"}, lambda s: [(s.n + 7, 1)],
+    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *GPU_DTYPES),
+    variants=(*OWN_ADDENDS, OWN_ADDENDS[1] | {"shift": 2.5}), tiles=SYMMETRIC_TILES, stored=wider, symmetric=True,
 )  # fmt: skip
 PAIRED_POLYNOMIAL = replace(
     POLYNOMIAL, name="symmetric polynomial of pairs", inputs={"A": "mn pair", "B": "mn pair"}, dtypes=((SINGLE,),),

@@ -5,6 +5,7 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ def _inverse_norm(X: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(X, dim=(-2, -1), dtype=compute_dtype(X.dtype))
 
 
-def _polynomial(ops: Algebra, R: Tensor) -> Tensor:
+def _polynomial(ops: Algebra, R: Tensor, shift: float | None = None) -> Tensor:
     _, b, c = NS_COEFFICIENTS
-    return ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
+    return ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b, shift=shift)
 
 
 def _shifted_polynomial(ops: Algebra, R: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,8 +266,8 @@ KERNELS: tuple[Case, ...] = (
     Case("symmetric R Q", tensors("Q mm", "L mm~"), _symmetric_RQ, timed=(FP32,), module=triangle),
     Case("symmetric X", tensors("X mn polar", "alpha .+"), call("symmetric_product", "X"), **GRAM),
     Case("symmetric polynomial", tensors("R mm~ polar"), over(_polynomial), **GRAM),
+    Case("polynomial", tensors("R mm~ polar"), over(partial(_polynomial, shift=NS_COEFFICIENTS[0])), **GRAM),
     Case("shifted polynomial", tensors("R mm~ polar"), over(_shifted_polynomial), **GRAM),
-    product_case("product Z X", "mm polar, mn polar", ("C mn polar",), timed=(FP32,), operand="polar", polar=True),
     newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=triangle),
     newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=triangle),
     apply_case("X scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="arithmetic"),

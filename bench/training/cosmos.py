@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.rivals import OneByOne
 from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.newton_schulz import standard
+from prokl.algorithm.newton_schulz import newton_schulz
 
 MUON = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
@@ -20,7 +20,8 @@ def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute Newton-Schulz with products in ``dtype``, scaled to a root mean square of 1."""
     wide = X if X.shape[0] <= X.shape[1] else X.mT
     start = (wide / wide.norm().clamp_min(1e-7)).to(dtype)[None]
-    Y = standard(start, 1.0, (MUON,) * NS_STEPS, Algebra(X.device.type == "cpu"))[0].to(X.dtype)
+    ops, one = Algebra(X.device.type == "cpu"), torch.ones(1, device=X.device)
+    Y = newton_schulz(start, None, one, (MUON,) * NS_STEPS, ops, gram=False)[0][0].to(X.dtype)
     Y = Y if wide is X else Y.mT
     return Y * (X.numel() ** 0.5 / Y.norm().clamp_min(1e-7))
 

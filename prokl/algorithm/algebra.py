@@ -137,12 +137,24 @@ class Algebra:
         return self.symmetric_product(A, C=self.symmetric_product(E, C=C, beta=beta, alpha=gamma), alpha=alpha)
 
     def symmetric_polynomial(
-        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
+        self,
+        left: Factor,
+        right: Factor,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: Scale = 1.0,
+        beta: float = 1.0,
+        shift: float | None = None,
     ) -> Tensor:
-        """Return alpha left right^T + beta C (B,m,m) where that is symmetric, as of polynomials of one matrix.
+        """Return alpha left right^T + beta C + shift I (B,m,m) where that is symmetric, as of polynomials of a matrix.
 
         A CPU computes the panels up to the diagonal, unless a thin factor's product takes little but the writing.
         """
+        if shift is not None:
+            D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
+            D.diagonal(dim1=-2, dim2=-1).add_(shift)
+            return D
         pays = min(left.shape[-2:]) > PANEL and left.dtype in (torch.float32, torch.float64)
         if not (self.host_readable and pays):
             return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)

@@ -1,5 +1,6 @@
 """Newton-Schulz orthogonalisation of a batch of wide matrices, in the standard and in the Gram form.
 
+Both iterate X <- (aI + bR + cR^2) X with R = X X^T, once a polynomial; the Gram form updates X after two of them.
 Products in units of m^3 with t = n/m, for five steps, where a symmetric product costs half of a full one:
 
 standard   5 (2t + t + 1): a symmetric X X^T costs t, the polynomial 1, the update of X 2t
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.polynomials import Polynomial
-from prokl.algorithm.types import Scale
 
 GRAM_RUN = 2
 """Gram iterations between restarts at most. In half precision the Gram matrix of a nearly rank-deficient X has spurious
@@ -54,29 +54,16 @@ def gram_runs(polynomials: Sequence[Polynomial]) -> list[list[Polynomial]]:
     return runs
 
 
-def standard(
-    X: Tensor, square: Scale, polynomials: Sequence[Polynomial], ops: Algebra, first: list[Tensor] | None = None
-) -> Tensor:
-    """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, once a polynomial, from scale X (B,m,n) of norm at most 1.
-
-    The scale, of which the ``square`` is given, stays beside X: what comes out is multiplied by it as well. The first A
-    is taken from ``first``, if there.
-    """
-    for a, b, c in polynomials:
-        A = first.pop() if first else ops.symmetric_product(X, alpha=square)
-        Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
-        X = ops.product(Z, X, C=X, beta=a)
-    return X
-
-
 def gram_factor(R: Tensor, polynomials: Sequence[Polynomial], ops: Algebra) -> Tensor:
     """Compute Q with (an iteration a polynomial, from X) = Q X, given R = X X^T. R (B,m,m), symmetric -> Q (B,m,m).
 
-    Every matrix here is a polynomial of R, so all of them are symmetric and commute. aI is never added to Z
-    before a product: in half precision its rounding would swamp Z. The other order of the factors, of which PyTorch's
+    Every matrix here is a polynomial of R, so all of them are symmetric and commute. aI is never added to Z before a
+    product of these: in half precision its rounding would swamp Z. The other order of the factors, of which PyTorch's
     form takes the second one transposed, adds up what rounding left unsymmetric: to 2.7 times the error in bfloat16.
     """
     (a, b, c), *others = polynomials
+    if not others:
+        return ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
     Z, Q = ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
     for next_a, b, c in others:
         Y = ops.symmetric_polynomial(Z, R, C=R, beta=a)
@@ -112,16 +99,14 @@ def newton_schulz(
     assert scale is None or X.dtype != torch.float16, "products of a float16 X that is not normalised overflow"
     if gram is None:
         gram = use_gram(X.shape[-2], X.shape[-1])
-    Q = None if turn is None else turn.to(X.dtype)
-    *first, square, size = ops.normalised_gram(X, scale, size)  # a list, from which one iteration takes the product
-    if not gram:
-        X = standard(X, square, polynomials, ops, first)
-        return X if Q is None else ops.product(Q, X), size
-    runs = gram_runs(polynomials)
-    for done, run in enumerate(runs, 1):
-        if len(run) == 1 and done < len(runs):  # at the same cost without aI, whose rounding a large a would show
-            X = standard(X, square, run, ops, first)
-        else:
-            factor = gram_factor(first.pop() if first else ops.symmetric_product(X, alpha=square), run, ops)
-            X = ops.product(ops.product(Q, factor) if done == len(runs) and Q is not None else factor, X)
+    R, square, size = ops.normalised_gram(X, scale, size)
+    runs = gram_runs(polynomials) if gram else [[polynomial] for polynomial in polynomials]
+    for i, run in enumerate(runs):
+        if i > 0:
+            R = ops.symmetric_product(X, alpha=square)
+        factor = gram_factor(R, run, ops)
+        del R  # its memory serves the new X
+        if turn is not None and i == len(runs) - 1:
+            factor = ops.product(turn.to(X.dtype), factor)
+        X = ops.product(factor, X)
     return X, size

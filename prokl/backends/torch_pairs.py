@@ -55,11 +55,19 @@ class PairedAlgebra(Algebra):
         return D if C is None else D + C * beta
 
     def symmetric_polynomial(
-        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
+        self,
+        left: Operand,
+        right: Operand,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: Scale = 1.0,
+        beta: float = 1.0,
+        shift: float | None = None,
     ) -> Tensor:
-        """Return alpha left right^T + beta C."""
-        if not _balanced(left, right, C):
-            return super().symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
+        """Return alpha left right^T + beta C + shift I."""
+        if shift is not None or not _balanced(left, right, C):
+            return super().symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta, shift=shift)
         return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
 
     def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
