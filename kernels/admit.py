@@ -326,7 +326,7 @@ def admit(
             TILE_M=max(1, min(height, ELEMENTS // spare // width)),
             TILE_R=width,
             TILE_V=min(MAX_TILE_ROWS // spare, height),
-            # In shared memory, 64 KB in float32; longer rows and float64 would not fit.
+            # They take 68 KB of shared memory; longer rows and float64 would not fit.
             STAGES=3 if width <= ELEMENTS and dtype == torch.float32 else 1,
             num_warps=8,
             # A product contracted into a sum across lanes would leave each lane its own rounding of one number.

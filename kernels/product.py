@@ -9,7 +9,6 @@ batch: matrices; M: rows; N: columns; K: depth.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -303,13 +302,13 @@ def product(
         C: addends (batch,m,n), or None. Not read where ``beta`` is 0, as in ``torch.baddbmm``.
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: scale of C.
-        out_dtype: dtype of D; by default the widest of A's, B's and C's, float32 of pairs.
+        out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
         D (batch,m,n), contiguous.
     """
-    D, _ = _launch(A, B, C, alpha, beta, tile, _stored_dtype(out_dtype, A, B, C))
+    D, _ = _launch(A, B, C, alpha, beta, tile, _stored_dtype(A, B, out_dtype))
     assert isinstance(D, Tensor)
     return D
 
@@ -321,12 +320,12 @@ def split_product(A: Operand, B: Operand, *, tile: Tile | None = None) -> Pair:
     return D
 
 
-def _stored_dtype(out_dtype: torch.dtype | None, *of: Operand | None) -> torch.dtype:
-    """Return the dtype of a product of these; by default the widest of theirs, float32 of pairs."""
-    if out_dtype is not None:
-        return out_dtype
-    dtypes = [torch.float32 if isinstance(t, Pair) else t.dtype for t in of if t is not None]
-    return reduce(torch.promote_types, dtypes)
+def _stored_dtype(A: Operand, B: Operand, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a product; by default the wider of A's and B's, float32 of pairs."""
+    if out_dtype is None:
+        whole = [t.dtype for t in (A, B) if isinstance(t, Tensor)]
+        out_dtype = torch.promote_types(*whole) if len(whole) == 2 else torch.float32
+    return out_dtype
 
 
 def product_with_energies(
@@ -381,6 +380,6 @@ def bounded_product(
         D (batch,m,n), contiguous; and clipped + 1 where a norm was beyond, or ``bounded``, else clipped.
     """
     bound = Bound(energies.contiguous(), largest, bounded, clipped)
-    D, count = _launch(A, B, None, 1.0, 1.0, tile, _stored_dtype(out_dtype, A, B), bound=bound)
+    D, count = _launch(A, B, None, 1.0, 1.0, tile, _stored_dtype(A, B, out_dtype), bound=bound)
     assert isinstance(D, Tensor)
     return D, count

@@ -242,10 +242,6 @@ def wider(i: Inputs) -> torch.dtype:
     return SINGLE if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
 
 
-def widest(i: Inputs) -> torch.dtype:
-    return wider(i) if i.get("C") is None else torch.promote_types(wider(i), i["C"].dtype)
-
-
 def of_product(s: Sizes) -> Roundings:
     """n products and sums, two roundings of each scale and the last sum."""
     return [(s.n + 5, 1)]
@@ -263,7 +259,7 @@ PRODUCT = KernelCase(
         (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
         (HALF, BF16, HALF), (SINGLE, SINGLE, BF16), *GPU_DTYPES,
     ),
-    variants=ADDENDS, tiles=FACTOR_TILES, stored=widest,
+    variants=ADDENDS, tiles=FACTOR_TILES, stored=wider,
 )  # fmt: skip
 PAIRED_PRODUCT = replace(
     PRODUCT, name="product of pairs", inputs={"A": "mn pair", "B": "nr pair"}, dtypes=((BF16, BF16),),

@@ -79,6 +79,19 @@ def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype):
         agree(decided(TRITON.admit, a), decided(evidence.admit, a))
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_lambda_0_falls_to_the_rms_of_the_whole_gradient(size):
+    """Energy beside the subspace is a millionth of it here, so that lambda_0 is what G~ says."""
+    a = arguments(*size, dtype=DOUBLE, kinds=("usual",))
+    a["e_res"] *= 1e-6
+    energy = a["G_tilde"].square().sum(dim=(1, 2)) + a["e_res"].sum(dim=1)
+    falls_to = evidence.UNITS * (energy / (size[1] * size[2])).sqrt()
+    a["lambda_0"] = falls_to / 0.97  # beta2 is less
+    found = decided(TRITON.admit, a)
+    assert torch.allclose(found.changed["lambda_0"], falls_to, rtol=1e-12)
+    agree(found, decided(evidence.admit, a))
+
+
 def test_the_cases_that_are_compared_differ():
     a = arguments(5, 20, 24, 12)
     found = decided(TRITON.admit, a)

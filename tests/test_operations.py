@@ -101,6 +101,27 @@ def test_a_backends_operation_is_its_default_in_float64(backend, name):
     assert largest(errors) <= (1e-12 if backend == "triton" else 2**-8 if name == "rounded" else 2**-14)
 
 
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if "pairs" in backend])
+def test_balanced_steps_round_what_l_averages_and_what_newton_schulz_stands_beside(backend, monkeypatch):
+    i, ops, found = pro_inputs(SIZES, FP32_POLAR, numbers(DEVICE)), BACKENDS[backend], {}
+
+    def noting(name, own):
+        def operation(left, right, *args, **kwargs):
+            found[name] = [getattr(x, "dtype", "pair") for x in (left, right)]
+            return own(left, right, *args, **kwargs)
+
+        return operation
+
+    for name in ("symmetric_products", "track", "bounded_product"):
+        monkeypatch.setattr(ops, name, noting(name, getattr(ops, name)))
+    bf16 = torch.bfloat16
+    for variant, of_left in (("pro-klshampoo", bf16), ("subspace-only", "pair")):
+        h = settings(variant=variant)
+        pro_klshampoo.step(ops, i["G"], copied(i["state"]), h, torch.ones_like(i["G"][:, 0, 0]), None)
+        assert found["symmetric_products"] == [bf16, bf16] and found["track"] == [bf16, "pair"]
+        assert found["bounded_product"][0] == of_left
+
+
 def test_pairs_take_a_larger_residual_for_rounding():
     for backend, ops in BACKENDS.items():
         noise = ops.noise(21, torch.float32, torch.float32)

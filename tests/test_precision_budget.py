@@ -94,7 +94,7 @@ def exceeded(case: Case) -> dict[str, tuple[float, float]]:
     EMA the median may be off by 1e-3, the worst by as much or by 10 times float32's own error if that is more.
     The rest is no demand but what was seen, with room: S, R and U are off by 1e-5 or 128 times float32's own, the
     ratio of what the two hold of a factor, 2^-17 and 2^-24; L as well, but Pro-KLShampoo's by 2^-9 of what it takes of
-    a gradient, whose factors are rounded to bfloat16, by 2^-10.2 in norm each.
+    a gradient: bfloat16 factors leave 2^-9.9 of a gradient's L in norm.
     """
     exact = step(case, torch.float64)
     own = errors(step(case, torch.float32), exact)
@@ -177,9 +177,11 @@ def test_a_balanced_step_stays_within_the_budget(make, conditions):
     assert exceeded(make(*conditions)) == {}
 
 
-@pytest.mark.parametrize("cond, captured, cond_S", [(1e2, 0.9, 1e2), (1e2, 0.999, 1e6), (1e6, 0.9999, 1e6)])
+@pytest.mark.parametrize(
+    "cond, captured, cond_S", [(1e2, 0.9, 1e2), (1e6, 0.5, 1e2), (1e2, 0.999, 1e6), (1e6, 0.9999, 1e6)]
+)
 def test_balanced_steps_stay_within_the_budget_as_the_bases_drift(cond, captured, cond_S):
-    """Over forty steps, what averages of rounded factors make of the bases among it; rounding Y as well gives 2.5."""
+    """Forty steps show what averages of rounded factors make of the bases. With Y rounded as well the ratio is 2.5."""
     start = adversarial(cond, captured, cond_S, (64, 192, 16))
     gradients = [start.more(drift=0.02).float().double() for _ in range(40)]
     exact = directions(start, gradients, torch.float64)

@@ -223,8 +223,7 @@ def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, shapes):
 
     Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away, or an average's to
     another neighbour in bfloat16. Measured: at most 5.6e-5, 1.3e-4 and 2.4e-4 of the distance moved on three CPUs by
-    the pairs, and 9.7e-4 by both; with one half alone 1.1e-3 and more, and over what a balanced step may be off by
-    (tests/test_batched_step.py).
+    the pairs, and 9.7e-4 by both. One half alone is over what a balanced step may be off by, which is held as well.
     """
     stream = on_device(gradient_stream(shapes, 4, dtype=torch.float32))
     stream[3][-1] *= 1e4

@@ -121,7 +121,9 @@ class Case:
         """Return the call of the plain form that is timed, of balanced products in float32."""
         if self.plain:
             return partial(self.plain, i)
-        return self.bind(widened(i, torch.float32) if self.balanced else i, torch_form(i))
+        if self.balanced:  # what Newton-Schulz stands beside is in its dtype still
+            i = tree_map(lambda x: x if isinstance(x, torch.dtype) else widened(x, torch.float32), i, is_leaf=_is_pair)
+        return self.bind(i, torch_form(i))
 
 
 def _is_pair(x: Any) -> bool:

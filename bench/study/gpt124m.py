@@ -12,7 +12,8 @@ with 0.02, with rank 32 at 0.0133, with whole weights, and unchanged on a second
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns; then the former with whole weights, the latter
    by heads.
 3. Changes of Pro-KLShampoo, one at a time, which stood behind 5 until Muon led in eleven runs. The first have rank 2
-   and 8 at Muon's best rate: what is left beside Muon is the whitening of the short side, and little more.
+   and 8 at Muon's best rate, rank 2 also two steps below: what is left beside Muon is the whitening of the short side,
+   and little more.
 4. KL-Shampoo, Muon and the paper's form at their first rates, further searches, SOAP at its first rate.
 5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo on two more seeds, with a weight decay, and what is
    left of the other searches.
@@ -170,9 +171,9 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
 
 
 def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
-    """Yield one trial for every single change of Pro-KLShampoo's settings."""
+    """Yield the trials of Pro-KLShampoo with a setting changed, or two that belong together."""
     smallest, _, largest = of.scale.ranks
-    # One part beside Muon's, about as large as each of its m: 1 / sqrt(m).
+    # The subspace's part has the size of any other of the m directions with 1 / sqrt(m).
     for lr in (muon_lr, rounded(muon_lr / STEP**2)):
         yield of.changed("rank 2, alpha_kl 0.036", rank=2, alpha_kl=0.036, lr=lr)
     yield of.changed("rank 8", rank=8, lr=muon_lr)

@@ -100,10 +100,10 @@ class Algebra:
         return self.operand(x), self.operand(y)
 
     def rounded(self, factor: Factor) -> Tensor:
-        """Return a factor in bfloat16 where products are balanced, for what loses nothing by it.
+        """Return a factor in bfloat16 where products are balanced, for what errs by less than Newton-Schulz in it.
 
-        The direction has Newton-Schulz in bfloat16 beside it. L is averaged in its eigenbasis: rounding a row moves
-        what rows i and j make of L by a part of sqrt(L_ii L_jj), so that small eigenvalues keep their digits.
+        L is averaged in its eigenbasis: rounding moves what rows i and j make of L by a part of sqrt(L_ii L_jj), so
+        that small eigenvalues keep their digits.
         """
         t: Tensor = factor
         return t

@@ -46,9 +46,10 @@ def step(
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T times alpha_kl, turned back by Q_L.
     used, bounded = admitted.used, admitted.bounded
     largest_rms = evidence.MOMENTUM_CLIP_FACTOR * h.gain  # of the whitened momentum
+    polar, Q_rounded = h.variant in POLAR_VARIANTS, ops.rounded(Q)
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
-    if X is not None and h.variant in POLAR_VARIANTS:
-        turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
+    if X is not None and polar:
+        turn = Q_rounded if X.dtype == torch.bfloat16 else Q_L
         res_scale = aspect_scale  # c_a; match_rms_adamw has 0.2 sqrt(n) in its place
         if h.adjust_lr_fn != "original":
             res_scale = torch.full_like(aspect_scale, h.direction_scale)
@@ -60,10 +61,10 @@ def step(
         bounded = None if bounded is None else bounded | ((ratio > 0) & (ratio < 1))
         X, scale = ops.product(Q, X), h.direction_scale * used.mu * factor
     if h.variant in SUBSPACE_VARIANTS:
-        Q_D, right = (ops.rounded(Q), ops.rounded(U_)) if h.variant in POLAR_VARIANTS else (Q, U)
+        Q_sub, right = (Q_rounded, ops.rounded(U_)) if polar else (Q, U)
         largest = largest_rms * alpha_sub * (m * r) ** 0.5
         left, clipped = ops.bounded_product(
-            Q_D, D_sub, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype
+            Q_sub, D_sub, largest=largest, bounded=bounded, clipped=clipped, dtype=right.dtype
         )
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
