@@ -310,8 +310,9 @@ def matrix_cost(member: Member, method: Method[Any], group: Group) -> float:
         return 6 * (m * n * n + m * m * n) + (32 / 3 * (m**3 + n**3) + 2 * (m * m * n + m * n * n)) / tau
     step = 6 * m * n * r + 2 * m * m * n + 2 * m * m * r + 4 * m * r * r + 4 * n * r * r + 3 * r**3
     polynomials = each(plain(group["ns_coefficients"]), group["ns_steps"])
-    T, runs = len(polynomials), len(gram_runs(polynomials))
-    gram = 2 * runs * m * m * n + (4 * T - 3 * runs + 1) * m**3
-    newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3) + m * m * n
+    T = runs = len(polynomials)
+    if use_gram(m, n):
+        runs = len(gram_runs(polynomials))
+    newton_schulz = 2 * runs * m * m * n + (4 * T - 3 * runs + 1) * m**3
     refresh = 32 / 3 * m**3 + 2 * m * m * n + 14 / 3 * r**3
     return 2 * (step + newton_schulz) - 4 / 3 * r**3 + refresh / tau
