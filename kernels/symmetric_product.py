@@ -90,7 +90,7 @@ def _compute(
     ahead: float = 0.0,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; return D and, with a ``shift``, D + ahead (D - C) + shift I, else D; ``alone`` that twice."""
+    """Launch the kernel; return D and, with a ``shift``, D + ahead (D - C) + shift I, else D; ``alone`` only that."""
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = launch.matrices("A", A)
     given: launch.Shapes = {"A": (A, (batch, m, k)), "B": (B, (batch, m, k)), "C": (C, (batch, m, m))}

@@ -69,8 +69,8 @@ def store_symmetric(
 ):  # fmt: skip
     """Store a tile of D = scale acc + beta C twice, itself and its mirror image; pointers are those of a matrix.
 
-    C has any strides, D is contiguous. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum, or
-    ALONE.
+    C has any strides, D is contiguous. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum. It
+    is all that is stored where ALONE.
     """
     o_m = i_m * TILE + tl.arange(0, TILE)
     o_n = i_n * TILE + tl.arange(0, TILE)

@@ -122,6 +122,21 @@ def test_balanced_steps_round_what_l_averages_and_what_newton_schulz_stands_besi
         assert found["bounded_product"][0] == of_left
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_polynomial_with_a_shift_has_it_on_its_diagonal(backend):
+    A = torch.randn(2, 9, 9, dtype=torch.float32, device=DEVICE)
+    D, shifted = (BACKENDS[backend].symmetric_polynomial(A, A, C=A @ A.mT, beta=0.5, shift=s) for s in (None, 2.5))
+    assert torch.allclose(shifted, D + 2.5 * torch.eye(9, device=DEVICE), rtol=1e-6)
+
+
+def test_a_shift_in_bfloat16_is_rounded_with_what_it_is_added_to():
+    """3.4445 is 3.4375 in bfloat16, and PyTorch would add that; 0.004 makes the sum 3.453125, not 3.4375."""
+    A, C = torch.zeros(1, 9, 9, dtype=torch.bfloat16), torch.full((1, 9, 9), 0.004, dtype=torch.bfloat16)
+    given = {"C": C, "alpha": 1.0, "beta": 1.0, "shift": 3.4445}
+    for D in (PLAIN.symmetric_polynomial(A, A, **given), PLAIN.shifted_polynomial(A, A, **given)[1]):
+        assert (D.diagonal(dim1=1, dim2=2) == 3.453125).all()
+
+
 def test_pairs_take_a_larger_residual_for_rounding():
     for backend, ops in BACKENDS.items():
         noise = ops.noise(21, torch.float32, torch.float32)

@@ -31,6 +31,13 @@ def per_matrix(scale: Scale) -> Scale:
     return scale[:, None, None] if isinstance(scale, Tensor) else scale
 
 
+def add_to_diagonal(D: Tensor, shift: float) -> Tensor:
+    """Add shift I to matrices in place, rounded once; PyTorch rounds a number to the dtype of the tensor before."""
+    diagonal = D.diagonal(dim1=-2, dim2=-1)
+    diagonal.copy_(diagonal.to(torch.promote_types(D.dtype, torch.float32)) + shift)
+    return D
+
+
 @dataclass(frozen=True)
 class Direction:
     """The direction D = scale X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
@@ -153,8 +160,7 @@ class Algebra:
         """
         if shift is not None:
             D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
-            D.diagonal(dim1=-2, dim2=-1).add_(shift)
-            return D
+            return add_to_diagonal(D, shift)
         pays = min(left.shape[-2:]) > PANEL and left.dtype in (torch.float32, torch.float64)
         if not (self.host_readable and pays):
             return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
@@ -196,9 +202,7 @@ class Algebra:
     ) -> tuple[Tensor, Tensor]:
         """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
         D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
-        shifted = D.clone()
-        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return D, shifted
+        return D, add_to_diagonal(D.clone(), shift)
 
     # Pro-KLShampoo's passes over m x n, all in the eigenbasis of L.
 

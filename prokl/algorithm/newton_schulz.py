@@ -1,6 +1,6 @@
 """Newton-Schulz orthogonalisation of a batch of wide matrices, in the standard and in the Gram form.
 
-Both iterate X <- (aI + bR + cR^2) X with R = X X^T, once a polynomial; the Gram form updates X after two of them.
+Both iterate X <- (aI + bR + cR^2) X with R = X X^T, once a polynomial; the Gram form updates X after two at most.
 Products in units of m^3 with t = n/m, for five steps, where a symmetric product costs half of a full one:
 
 standard   5 (2t + t + 1): a symmetric X X^T costs t, the polynomial 1, the update of X 2t
@@ -104,9 +104,9 @@ def newton_schulz(
     for i, run in enumerate(runs):
         if i > 0:
             R = ops.symmetric_product(X, alpha=square)
-        factor = gram_factor(R, run, ops)
-        del R  # its memory serves the new X
+        R = gram_factor(R, run, ops)  # one name, so that what has served is let go
         if turn is not None and i == len(runs) - 1:
-            factor = ops.product(turn.to(X.dtype), factor)
-        X = ops.product(factor, X)
+            R = ops.product(turn.to(X.dtype), R)
+        X = ops.product(R, X)
+        del R
     return X, size
