@@ -233,7 +233,7 @@ def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, shapes):
     if cls is ProKLShampoo:
         kwargs["ns_dtype"] = torch.float32
     torch_, triton = (ways(cls, stream, backend=b, precision="balanced", **kwargs) for b in ("torch", "triton"))
-    differing = 2**-11 + AVERAGES * (cls is ProKLShampoo)
+    differing = 2**-11 + 2 * AVERAGES * (cls is ProKLShampoo)  # either may be off by it
     assert all(relative(q, p) <= differing for p, q in zip(torch_[-1], triton[-1], strict=True))
     assert held(triton, cls, stream, "balanced", **kwargs) <= 1
 
