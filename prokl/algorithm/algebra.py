@@ -161,8 +161,8 @@ class Algebra:
         if shift is not None:
             D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
             return add_to_diagonal(D, shift)
-        pays = min(left.shape[-2:]) > PANEL and left.dtype in (torch.float32, torch.float64)
-        if not (self.host_readable and pays):
+        single = isinstance(left, Tensor) and left.dtype in (torch.float32, torch.float64)
+        if not (self.host_readable and single and min(left.shape[-2:]) > PANEL):
             return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
         m = left.shape[-2]
         D, size = left.new_empty((left.shape[0], m, m)), max(PANEL, -(-m // PANELS))

@@ -27,13 +27,6 @@ def product(left: Operand, right: Operand) -> Tensor:
     return D
 
 
-def _balanced(left: Operand, right: Operand, C: Tensor | None) -> bool:
-    """Return True if a product of bfloat16 is summed in float32: of a pair, or beside a float32 C."""
-    if isinstance(left, Pair) or isinstance(right, Pair):
-        return True
-    return C is not None and C.dtype == torch.float32 and left.dtype == torch.bfloat16
-
-
 class PairedAlgebra(Algebra):
     """PyTorch's operations, whose products take pairs too: beside one the other factor is split."""
 
@@ -49,26 +42,10 @@ class PairedAlgebra(Algebra):
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
-        if not _balanced(left, right, C):
+        if isinstance(left, Tensor) and isinstance(right, Tensor) and (C is None or C.dtype == left.dtype):
             return super().product(left, right, C=C, alpha=alpha, beta=beta)
         D = product(left, right) * per_matrix(alpha)
         return D if C is None else D + C * beta
-
-    def symmetric_polynomial(
-        self,
-        left: Operand,
-        right: Operand,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: Scale = 1.0,
-        beta: float = 1.0,
-        shift: float | None = None,
-    ) -> Tensor:
-        """Return alpha left right^T + beta C + shift I."""
-        if shift is not None or not _balanced(left, right, C):
-            return super().symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta, shift=shift)
-        return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
 
     def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
         """Return the size of X - (X U) U^T, over that of X, up to which it may be the rounding of pairs alone."""
