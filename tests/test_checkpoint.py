@@ -134,6 +134,7 @@ def test_a_run_carried_over_in_any_way_goes_on_the_same(given, tmp_path):
     stored = state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
     wide = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
     dtypes = {"W": dtype, "step": torch.int64, "skipped": torch.int64, "lambda_0": wide, "clipped": wide}
+    dtypes |= {f"inv_sqrt_{eigenvalues}": wide for eigenvalues in ("lambda_L", "lambda_R", "lambda_S", "mu")}
     dtypes |= dict.fromkeys(("Q_L", "Q_R"), torch.promote_types(stored, torch.float32))
     for name in counts:
         for key, value in run.optimizer.state[run.weights[name]].items():

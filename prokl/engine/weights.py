@@ -190,9 +190,6 @@ def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
 StateLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of state tensors, by key."""
 
-SCALARS = ("lambda_0", "clipped")
-"""State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
-
 BASES = ("Q_L", "Q_R")
 """State that is kept in float32 at least: what is stored beside it is in these bases, and turns with their rounding."""
 
@@ -210,8 +207,10 @@ def layout_of_matrix(member: Member, method: Method[Any], group: Group) -> State
     stored, arithmetic = state_dtype(group, member.p), compute_dtype(member.p.dtype, state_dtype(group, member.p))
     m, n = member.shape.m, member.shape.n
     shapes = method.state_shapes(m, n, method.rank(group, m, n), group)
-    dtypes = dict.fromkeys(SCALARS, arithmetic) | dict.fromkeys(BASES, torch.promote_types(stored, torch.float32))
-    return {key: (shape, dtypes.get(key, stored)) for key, shape in shapes.items()}
+    bases = dict.fromkeys(BASES, torch.promote_types(stored, torch.float32))
+    # An EMA of few numbers is kept in the arithmetic dtype: half precision holds no change of less than 2^-9 of it.
+    vectors = dict.fromkeys((key for key, shape in shapes.items() if len(shape) < 2), arithmetic)
+    return {key: (shape, (bases | vectors).get(key, stored)) for key, shape in shapes.items()}
 
 
 def layout_of_state(member: Member, method: Method[Any], group: Group) -> StateLayout:
