@@ -176,6 +176,11 @@ def spoil(t, optimizer, gradients):
         gradients[0][2, 3] = float("nan")
 
 
+def begin_one_by_one(t, optimizer, gradients):
+    for i, x in enumerate(gradients):
+        x.mul_(t >= i)
+
+
 def withhold_one(t, optimizer, gradients):
     if t == 5:
         gradients[1] = None
@@ -217,6 +222,9 @@ CHANGES = {
     "bfloat16 has masters": (KL, None, {"dtype": torch.bfloat16, "bf16_weights": "master", "steps": 8}, range(1, 9)),
     "the rate is a tensor": (PRO, None, {"lr": torch.tensor(0.02)}, range(1, 9)),  # of which each optimizer has its own
     "a bad gradient is skipped": (PRO, spoil, {}, 2 * BUCKETS),
+    "weights began one by one and refresh in turn": (
+        PRO, begin_one_by_one, {"shapes": SHAPES[:1] * 5, "precondition_frequency": 5, "steps": 22}, 5
+    ),
     "a missing gradient runs plainly and then is recorded anew": (
         PRO, withhold_one, {"steps": 14}, range(2 * BUCKETS + 1, 99)
     ),

@@ -88,10 +88,9 @@ def _captured(run: Callable[[], Any], capture: Capture) -> Callable[[], None]:
     return graph.replay
 
 
-KEPT = 4
-"""Graphs kept of one bucket, whose kernels take memory: those of ordinary and refresh steps, and two for clocks that
-drift apart, all on one stream. The longest unused go first; experts that began at different steps need one for each of
-their refreshes."""
+KEPT = 12
+"""Graphs kept of one bucket, whose kernels take memory, all on one stream: those of ordinary steps, of the refreshes of
+weights that began in each phase of the default tau, and one more. The longest unused go first."""
 
 
 class Recorded(NamedTuple):
