@@ -8,6 +8,9 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import prokl
 
@@ -40,6 +43,40 @@ def path(request, monkeypatch):
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 """Operators of PyTorch that read a value of the device on the host."""
+READING_CALLS = ("tolist", "numpy", "cpu", "item", "masked_select", "__bool__", "__int__", "__float__", "__array__")
+"""Calls that do, of which CPU tensors show no operator to a dispatch mode."""
+
+
+def reads_host(func, args):
+    """Return True for a call of PyTorch's that would wait for the device to answer, were its tensors there."""
+    name = getattr(func, "__name__", "")
+    mask = args[1] if name in ("__getitem__", "__setitem__") and len(args) > 1 else None
+    by_mask = any(isinstance(t, torch.Tensor) and t.dtype == torch.bool for t in tree_leaves(mask))
+    clock = name == "tolist" and args[0].dtype == torch.int64  # which lies on the host wherever its weight is
+    return (name in READING_CALLS and not clock) or by_mask
+
+
+class ForbidCalls(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert not reads_host(func, args), func
+        return func(*args, **(kwargs or {}))
+
+
+class ForbidHostReads(TorchDispatchMode):
+    """Raises AssertionError where the host would wait for the device, were the tensors there."""
+
+    def __enter__(self):
+        self.calls = ForbidCalls()
+        self.calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self.calls.__exit__(*raised)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in HOST_READS, func
+        return func(*args, **(kwargs or {}))
 
 
 def forbid_host_reads(monkeypatch):

@@ -9,9 +9,8 @@ from torch import nn
 import prokl
 from prokl import diagnostics
 from prokl.diagnostics import report
-from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
+from tests.inputs import KL, NAN, PRO, ForbidHostReads, forbid_host_reads, normal, step, weight
 from tests.problems import VARIANTS, gradient_stream, run
-from tests.test_accelerator_path import ForbidHostReads
 from tests.training import contents, differences
 
 SHAPES = [(6, 10), (10, 6), (3, 6, 10), (8, 8), (5, 2, 3, 3)]

@@ -6,8 +6,7 @@ import torch
 from prokl.algorithm import directions
 from prokl.algorithm.directions import completed, preferred, singular_directions
 from prokl.algorithm.qr import cholesky_qr, householder_qr, signed_qr
-from tests.inputs import normal
-from tests.test_accelerator_path import ForbidHostReads
+from tests.inputs import ForbidHostReads, normal
 
 FORMS = {"householder": householder_qr, "cholesky": cholesky_qr}
 SHAPES = [(1, 1), (1, 7), (3, 4), (8, 8), (24, 40)]

@@ -24,7 +24,7 @@ from prokl.backends.select import select
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
-from tests.inputs import HOST_READS, forbid_host_reads
+from tests.inputs import HOST_READS, ForbidCalls, forbid_host_reads
 from tests.problems import gradient_stream
 from tests.training import contents, differences, silent
 
@@ -77,13 +77,13 @@ def recorded(monkeypatch):
 
         def recorded_start(*args, **constants):
             def call():
-                with _disable_current_modes():
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
                     start(*args, **constants)
 
             recording.calls.append(call)
             call()
 
-        with monkeypatch.context() as patch, recording:
+        with monkeypatch.context() as patch, ForbidCalls(), recording:
             patch.setattr(launch, "start", recorded_start)
             run()
         for t, value in zip(known, before, strict=True):  # recording does not execute

@@ -48,7 +48,8 @@ def test_a_trained_state_is_the_papers_table_with_ranks_clamped(cls, shape, r, b
     state = optimizer.state[w]
     assert state.keys() == expected.keys() | scalars
     assert {key: (state[key].dtype, state[key].shape) for key in expected} == {
-        key: (torch.float32 if key in ("Q_L", "Q_R") or len(own) < 2 else dtype, stack + own) for key, own in expected.items()
+        key: (torch.float32 if key in ("Q_L", "Q_R") or len(own) < 2 else dtype, stack + own)
+        for key, own in expected.items()
     }
     for key in scalars:
         assert torch.as_tensor(state[key]).shape == (stack if key != "skipped" else ())
