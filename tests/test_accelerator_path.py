@@ -86,7 +86,7 @@ def test_counts_of_fused_adamw_follow_their_weights_device():
     adamw.skipped = {weights[0]: 2}  # as counted on a CPU
     for w in weights:
         w.grad = torch.empty_like(w)
-    found = adamw.look({torch.device("meta"): weights})
+    found = adamw.look({torch.device("meta"): {w: w.grad for w in weights}})
     assert {t.device for t in (*found.values(), *adamw.skipped.values())} == {weights[0].device}
 
 

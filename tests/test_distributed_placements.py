@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prokl
 from prokl import diagnostics, param_groups
+from prokl.backends.device import is_host_readable
 from tests.distributed.checkpoints import refuse, resume, save_and_go_on
 from tests.distributed.placements import (
     BAD,
@@ -245,6 +246,37 @@ def test_gradients_wider_than_their_weights_lose_no_digits(how, pools):
     expected = with_wide_gradients("alone")
     for weights in pools[2].run(with_wide_gradients, how):
         assert farthest(weights, expected) <= 2**-7  # one unit of the last place
+
+
+def with_a_bad_row(fused, group):
+    """Step an embedding whose rows are divided, with NaN in the first at call 2; return weight, clock and count."""
+    table = nn.Parameter(value((3, 4), 0))
+    own = {"params": [("table", table)], "algorithm": "adamw", "lr": 0.1, "fused": fused}
+    optimizer = PRO([{"params": [("W", nn.Parameter(value((6, 4), 1)))]}, own], process_group=group)
+    if fused:  # as on a device, whose values the host does not read
+        prokl.engine.adamw.is_host_readable = lambda device: False
+    try:
+        for call in range(4):
+            table.grad = value((3, 4), 10 + call)
+            if call == 2:
+                table.grad[0, 0] = math.nan
+            optimizer.step()
+    finally:
+        prokl.engine.adamw.is_host_readable = is_host_readable
+    return table.detach(), float(optimizer.state[table]["step"]), optimizer.skipped().get("table", 0)
+
+
+def with_a_bad_row_of_all(fused):
+    return with_a_bad_row(fused, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bad_row_keeps_the_whole_weight_of_adamw_on_all_ranks(fused, pools):
+    """Also on the fourth rank, which has no row."""
+    expected, clock, count = with_a_bad_row(fused, None)
+    assert (clock, count) == (3.0, 1)
+    for found, *counts in pools[4].run(with_a_bad_row_of_all, fused):
+        assert torch.equal(found, expected) and counts == [clock, count]
 
 
 # On two ranks, and of whole 16 bytes on each.

@@ -262,7 +262,13 @@ def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Se
     if waves:
         for shards in waves[0].shards:
             shards.start_gather()
-    engine.adamw.step(engine.state)  # while the first gradients come
+    # Every rank has the whole gradient of a weight that it has a copy of, and decides by it as the others do.
+    wholes = {
+        weight.stand_in: weight.gradient
+        for weight in adamw.weights
+        if weight.stand_in is not None and weight.gradient is not None and not weight.sharded
+    }
+    engine.adamw.step(engine.state, wholes)  # while the first gradients come
     messages, engine.messages = engine.messages, []
     adamw.start_return()
     for bucket, plan in by_wave.get(None, []):  # what is stepped by every rank

@@ -46,15 +46,19 @@ class AdamWGroups:
         del defaults["lr"]
         return defaults
 
-    def step(self, state: dict[Tensor, dict[str, Any]]) -> None:
+    def step(self, state: dict[Tensor, dict[str, Any]], wholes: Mapping[Tensor, Tensor] | None = None) -> None:
         """Step the groups, whose weights have all begun, but where a gradient is not finite.
 
         On a CPU reading one waits for nothing, and it is taken away meanwhile. Fused kernels are told on the device;
         PyTorch's other implementations take no such thing.
+
+        Args:
+            state: of the weights.
+            wholes: gradients of whole weights, by the parts of them that are stepped here.
         """
         self._adamw.state = state  # type: ignore[assignment]
         aside: list[tuple[Tensor, Tensor]] = []
-        unread: dict[torch.device, list[Tensor]] = {}
+        unread: dict[torch.device, dict[Tensor, Tensor]] = {}
         before, self.skipped = self.skipped, {}  # which keeps no weight that has left
         for group in self.groups:
             for p in group["params"]:
@@ -62,11 +66,12 @@ class AdamWGroups:
                     self.skipped.setdefault(p, before[p])
                 if (g := p.grad) is None:
                     continue
+                whole = (wholes or {}).get(p, g)
                 if not is_host_readable(g.device):
-                    if group["fused"] and p.numel():
-                        unread.setdefault(p.device, []).append(p)
+                    if group["fused"] and whole.numel():
+                        unread.setdefault(p.device, {})[p] = whole
                 # Any entry shows in the sum. A finite one that overflows it would make exp_avg_sq infinite for good.
-                elif not bool(g.sum(dtype=torch.promote_types(g.dtype, torch.float32)).isfinite()):
+                elif not bool(whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32)).isfinite()):
                     aside.append((p, g))
                     self.skipped[p] = self.skipped.get(p, 0) + 1
                     p.grad = None
@@ -85,15 +90,17 @@ class AdamWGroups:
             for p, g in aside:
                 p.grad = g
 
-    def look(self, devices: dict[torch.device, list[Tensor]]) -> dict[Tensor, Tensor]:
+    def look(self, devices: Mapping[torch.device, Mapping[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
         """Return by weight ``found_inf`` of PyTorch's fused kernels, float32 (), 1 for no finite gradient; count it.
 
         Nothing is read, so nothing waits. Weights of a device share it, unless they are ``apart``.
+
+        Args:
+            devices: gradients by weight.
         """
         found: dict[Tensor, Tensor] = {}
         for device, weights in devices.items():
-            gradients = [p.grad for p in weights if p.grad is not None]
-            largest = torch._foreach_norm(gradients, math.inf)  # which nothing finite overflows
+            largest = torch._foreach_norm([*weights.values()], math.inf)  # which nothing finite overflows
             bad = torch.stack(largest).isfinite().logical_not().to(torch.float32)
             each, counts = [*bad.unbind()], []
             for p in weights:
