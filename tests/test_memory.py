@@ -71,6 +71,7 @@ def stacks(*counts):
         ((5, 5, 5), 6, [5, 5, 5]),
         ((9, 1, 1), 4, [9, 2]),  # one parameter is never split
         ((1, 1), 0, [1, 1]),
+        ((40_000, 40_000), 10**6, [40_000, 40_000]),  # more than a launch has blocks
     ],
 )
 def test_a_shape_is_cut_into_equal_parts(counts, most, sizes):

@@ -23,6 +23,7 @@ from torch import Tensor
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.types import Factor
 from prokl.backends import extension
+from prokl.backends.device import MOST_MATRICES
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 BLOCK = {torch.float32: 128, torch.float64: 64}
@@ -33,8 +34,6 @@ SMALL = 128 * 128
 """Elements of a matrix that Householder's QR takes in one launch: it stays in a processor's shared memory."""
 LONG = 1024
 """Rows of a Gram matrix's product; of more rows it is a sum, so that few matrices are many programs."""
-LIMIT = 65535
-"""Matrices of a batch at most: the blocks of a launch in its third direction."""
 
 
 class QRStatus(IntFlag):
@@ -208,9 +207,10 @@ def _launch(function: str, like: Tensor, *arguments: Any) -> None:
     call = getattr(_functions(extension.load()[0], like.device, like.dtype), function)
     if like.shape[0] == 0:
         return
-    if like.shape[0] > LIMIT:
+    if like.shape[0] > MOST_MATRICES:
         raise ValueError(
-            f"Invalid shape={tuple(like.shape)}: must hold at most {LIMIT} matrices. Split them over parameter groups."
+            f"Invalid shape={tuple(like.shape)}: must hold at most {MOST_MATRICES} matrices. Step a larger stack by "
+            'backend="torch".'
         )
     on_gpu = like.device.type == "cuda"
     with torch.cuda.device(like.device if on_gpu else -1):
@@ -304,9 +304,9 @@ def _(
 
 @torch.library.custom_op("prokl::qr", mutates_args=())
 def _qr(A: Tensor) -> tuple[Tensor, Tensor]:
-    if A.dim() != 3 or not A.shape[1] >= A.shape[2] >= 1 or len(A) > LIMIT:
+    if A.dim() != 3 or not A.shape[1] >= A.shape[2] >= 1 or len(A) > MOST_MATRICES:
         raise ValueError(
-            f"Invalid A.shape={tuple(A.shape)}: must be (B,n,k) with n >= k >= 1, at most {LIMIT} matrices."
+            f"Invalid A.shape={tuple(A.shape)}: must be (B,n,k) with n >= k >= 1, at most {MOST_MATRICES} matrices."
         )
     if A.dtype not in DTYPES:
         raise TypeError(f"Invalid A.dtype={A.dtype}: must be one of {tuple(DTYPES)}. Convert with A.float().")

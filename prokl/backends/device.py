@@ -22,6 +22,9 @@ GPU_WORKSPACE_DIVISOR = 10
 """A GPU's memory over its workspace: LLaMA 450M's largest shape needs 10 GB in float32, which a tenth of an H200
 holds."""
 
+MOST_MATRICES = 65535
+"""Matrices of a batch at most: blocks of a CUDA launch in its third direction."""
+
 
 def workspace(device: torch.device) -> int:
     """Return the bytes of temporary memory that the steps of batches at one time may take together on ``device``.

@@ -15,6 +15,7 @@ from torch import Tensor
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import MatrixShape, Split, compute_dtype
+from prokl.backends.device import MOST_MATRICES
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
 
@@ -237,12 +238,14 @@ def blank_state(member: Member, method: Method[Any], group: Group) -> dict[str, 
 def runs(members: Sequence[Member], each: int, most: int) -> list[list[Member]]:
     """Return ``members`` in as few runs as may be, about equally large; one member is never split.
 
+    No run of several has more than MOST_MATRICES.
+
     Args:
         members: of one shape.
         each: bytes of temporary memory that the step of one matrix needs.
         most: bytes that a run's step may take.
     """
-    left, fit = sum(member.shape.count for member in members), max(1, most // each)
+    left, fit = sum(member.shape.count for member in members), max(1, min(most // each, MOST_MATRICES))
     result: list[list[Member]] = []
     count, share = 0, 0
     for member in members:
