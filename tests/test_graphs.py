@@ -243,6 +243,7 @@ CHANGES = {
         {"weight_decay": 0.5, **SELDOM},
         3 * BUCKETS,
     ),
+    "maximizing is recorded anew": (KL, setting(maximize=lambda t: t >= 5), {**SELDOM, **ONE}, 2),
     "a state dict is loaded": (PRO, reload, {"steps": 13}, 4 * BUCKETS),
     "another stream has graphs and memory of its own": (PRO, go_elsewhere, {"steps": 15}, 4 * BUCKETS),
 }  # fmt: skip
