@@ -85,6 +85,13 @@ READ = {
     "an attention elsewhere": (of_class("Attention", "elsewhere", qkv=linear(8, 24)), [WHOLE]),
     "q, k and v of a head side by side": (of_class("GPTNeoXAttention", query_key_value=linear(8, 24)), [WHOLE]),
     "CodeGen": (of_class("CodeGenAttention", qkv_proj=linear(8, 24)), [WHOLE]),
+    "qkv of transformers": (of_class("BlipAttention", "transformers.models.blip", qkv=linear(8, 24)), [(False, 3)]),
+    "qkv of transformers, other sizes": (
+        of_class("OtherAttention", "transformers.models.other", qkv=linear(8, 36)),
+        [WHOLE],
+    ),
+    "Hiera, with more outputs": (of_class("HieraMaskUnitAttention", qkv=linear(8, 48)), [(False, 3)]),
+    "EXAONE 4.5": (of_class("Exaone4_5_VisionAttention", qkv=linear(8, 16), **HEAD_SIZES), [(False, (8, 4, 4))]),
     "gate and up": (holding(gate_up_proj=linear(8, 24), down_proj=linear(12, 8)), [(False, 2), WHOLE]),
     "gate and up, not half as large": (holding(gate_up_proj=linear(8, 24), down_proj=linear(24, 8)), [WHOLE] * 2),
     **{
@@ -243,6 +250,9 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
     ):
         with pytest.warns(UserWarning, match=says):
             param_groups(own, **RATES)
+    theirs = of_class("Model", "transformers.models.own", attn=of_class("Own", "", qkv=linear(8, 24)))
+    with pytest.warns(UserWarning, match="'attn.qkv.weight' looks like q, k and v"):
+        param_groups(theirs, **RATES)
     told = ({"split": {"*.qkv.weight": 3}}, {"split": {"*.qkv.weight": 1}}, {"split_fused": False})
     with silent():
         for own in told:
@@ -250,3 +260,16 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
         param_groups(holding(qkv=linear(8, 12)), **RATES)  # one key and value for all heads, or something else
         model["0"].qkv.requires_grad_(False), model["1"].qkv.requires_grad_(False)
         param_groups(nn.ModuleDict({**model, "head": linear(8, 8)}), **RATES)
+
+
+@pytest.mark.parametrize(
+    "cls, layer",
+    [("CodeGenAttention", "qkv_proj"), ("GPTBigCodeAttention", "c_attn"), ("MiniMaxLightningAttention", "qkv_proj")],
+)
+def test_q_k_and_v_in_another_order_stay_whole_without_a_warning(cls, layer):
+    model = of_class(cls, **{layer: linear(8, 24)})
+    with silent():
+        route = routes(model)[f"{layer}.weight"]
+        param_groups(model, **RATES)
+    assert route.split is None
+    assert route.reason == "linear layer; whole, though named as fused (split= takes consecutive pieces)"

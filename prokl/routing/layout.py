@@ -33,11 +33,18 @@ FUSED: dict[tuple[str, str], int | Literal["grouped"]] = {
     ("DbrxAttention", "wqkv"): "grouped",
     ("Phi3Attention", "qkv_proj"): "grouped",
     ("Phi4MultimodalAttention", "qkv_proj"): "grouped",
+    ("HieraMaskUnitAttention", "qkv"): 3,
+    ("Sam2MultiScaleAttention", "qkv"): 3,
+    ("Exaone4_5_VisionAttention", "qkv"): "grouped",
+    ("CodeGenAttention", "qkv_proj"): 1,
+    ("GPTBigCodeAttention", "c_attn"): 1,
+    ("MiniMaxLightningAttention", "qkv_proj"): 1,
     ("timm.layers.attention.Attention", "qkv"): 3,
     ("timm.models.swin_transformer.WindowAttention", "qkv"): 3,
 }
 """(class of the module, its linear layer) -> into how many pieces the layer's outputs divide, or "grouped": q, k and v,
-of fewer heads of keys. With the file of a common class name."""
+of fewer heads of keys. It is 1 where they take turns. With the file of a common class name. In transformers all other
+layers ``qkv`` with three times as many outputs as inputs have 3."""
 NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|c_attn|gate_up|up_gate|w12|w13)(_proj)?|query_key_value")
 """Modules whose outputs are several matrices as a rule, mostly one after another."""
 PROJECTION = re.compile(
@@ -69,7 +76,10 @@ def stored_transposed(o: Owner) -> bool:
 
 
 def fused(o: Owner, rows: int) -> Split:
-    """Return the number of equal pieces, or the sizes of pieces, into which ``rows`` outputs divide; None for one."""
+    """Return the number of equal pieces, or the sizes of pieces, into which ``rows`` outputs divide.
+
+    It is 1 where a layer's outputs are known to take turns, and None where nothing is known.
+    """
     p = o.p
     if o.in_proj:
         return 3
@@ -88,7 +98,8 @@ def fused(o: Owner, rows: int) -> Split:
     if o.last == "gate_up_proj":
         return 2 if getattr(getattr(holder, "down_proj", None), "in_features", None) == rows // 2 else None
     names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
-    rule = next((FUSED[name, o.last] for name in names if (name, o.last) in FUSED), None)
+    of_all = o.last == "qkv" and rows == 3 * p.shape[1] and cls.__module__.startswith("transformers.models.")
+    rule = next((FUSED[name, o.last] for name in names if (name, o.last) in FUSED), 3 if of_all else None)
     if rule != "grouped":
         return rule
     head, shared = getattr(holder, "head_dim", None), getattr(holder, "num_key_value_heads", None)
@@ -140,9 +151,10 @@ class Layouts:
         transposed = in_out is not None or any(map(stored_transposed, owners))
         shape = MatrixShape.of(p, transposed)
         rows, cols = shape.rows, shape.cols
-        split = None if by_hand is None else self._pieces[by_hand]
+        known = None
         if by_hand is None and (self._split_fused or self._counts.get(counted, 1) > 1):
-            split = next((known for o in owners if (known := fused(o, rows))), None)
+            known = next((found for o in owners if (found := fused(o, rows))), None)
+        split = self._pieces[by_hand] if by_hand is not None else None if known == 1 else known
         sizes = [rows // split] * split if isinstance(split, int) else list(split or [rows])
         why = "a piece would be 1x1" if cols == 1 and min(sizes) == 1 else None
         if sum(sizes) != rows or min(sizes) < 1:
@@ -178,7 +190,7 @@ class Layouts:
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
             module = next((o.last for o in owners if QKV.fullmatch(o.last)), None)
-            if module is not None and rows == 3 * cols and not route.frozen:
+            if module is not None and rows == 3 * cols and known is None and not route.frozen:
                 self._suspects.append((route.names[0], module))
         note += words
         told_so = (issubclass(o.cls, nn.Bilinear) or getattr(o.module, "is_transposed", None) is False for o in owners)

@@ -192,7 +192,7 @@ def param_groups(
         layout = (route.transposed, route.split) if route.algorithm == "matrix" and not names else ()
         members.setdefault((route.algorithm, route.decays, own, layout), []).append((route, p))
     suspicion = layouts.finish()
-    if suspicion and not type(model).__module__.startswith("transformers."):  # whose layouts are known
+    if suspicion:
         warnings.warn(suspicion, stacklevel=3)  # past the check of arguments
     if not later and not any(route.algorithm == "matrix" for route in routes):
         raise ValueError(

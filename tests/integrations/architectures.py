@@ -181,6 +181,8 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     # images
     "vit-labels": hf("ViTForImageClassification", **VISION, num_labels=5),
+    "timesformer-labels": hf("TimesformerForVideoClassification", **VISION, num_labels=5, num_frames=2),
+    "sam-image": hf("SamVisionModel", **VISION, output_channels=12, global_attn_indexes=[1], mlp_dim=48),
     "swin-labels": hf(
         "SwinForImageClassification",
         num_labels=5,

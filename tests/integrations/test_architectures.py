@@ -1,5 +1,9 @@
 """Weights of real architectures go where tests/data/architectures.csv says, and why; each line was read by eye."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,14 +12,34 @@ import prokl
 for package in ("transformers", "peft", "diffusers"):
     pytest.importorskip(package)
 
+import transformers  # noqa: E402
+
+from prokl.routing.layout import FUSED  # noqa: E402
 from tests.integrations.architectures import ARCHITECTURES, TIMM, build_timm, lines, recorded  # noqa: E402
+from tests.training import silent  # noqa: E402
 
 RECORDED = recorded()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_weights_of_an_architecture_go_where_the_table_says(name):
-    assert lines(name, ARCHITECTURES[name]()) == RECORDED[name]
+    model = ARCHITECTURES[name]()
+    with silent():  # no weight of them is suspected to be several
+        assert lines(name, model) == RECORDED[name]
+
+
+def test_every_qkv_of_transformers_makes_q_then_k_then_v():
+    """Every class with such a layer has its outputs as (3, heads, ...), but for those that have rules of their own."""
+    count = 0
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        for cls in ast.parse(text).body if "self.qkv = nn.Linear(" in text else ():
+            source = ast.get_source_segment(text, cls)
+            if isinstance(cls, ast.ClassDef) and "self.qkv = nn.Linear(" in source:
+                apart = re.search(r"\.reshape\([^()]*\b3, self\.(num_heads|num_attention_heads|groups),", source)
+                assert apart or (cls.name, "qkv") in FUSED, cls.name
+                count += 1
+    assert count > 30
 
 
 @pytest.mark.parametrize("name", TIMM)
