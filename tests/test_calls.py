@@ -71,6 +71,8 @@ def test_what_is_no_state_dict_of_this_optimizer_is_named(make, error, says):
         ({"fused": True}, 'no fused: it is AdamW.s, .* those with "algorithm": "adamw", as "fused"'),
         ({"adamw_wd": 0.1}, "argument 'adamw_wd': the nearest is 'adamw_weight_decay'"),
         ({"adamw_learning_rate": 0.1}, "argument 'adamw_learning_rate': the nearest is 'adamw_lr'"),
+        ({"lr_adamw": 0.1}, "argument 'lr_adamw': the nearest is 'adamw_lr'"),
+        ({"wd_adamw": 0.1}, "argument 'wd_adamw': the nearest is 'adamw_weight_decay'"),
         ({"learning_rate": 0.1}, "argument 'learning_rate': the nearest is 'lr'"),
         ({"typo": 1}, "argument 'typo': it takes model, lr, adamw_lr"),
     ],

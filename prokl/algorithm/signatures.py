@@ -42,8 +42,9 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
         elif key == "nesterov":
             where = "its momentum is as the method has it; leave it out"
         else:
-            spelt = SYNONYMS.get(key, key.replace("_wd", "_weight_decay").replace("learning_rate", "lr"))
-            nearest = get_close_matches(spelt, known, n=1)
+            spelt = SYNONYMS.get(key, key.replace("wd", "weight_decay").replace("learning_rate", "lr"))
+            turned = [name for name in known if sorted(name.split("_")) == sorted(spelt.split("_"))]  # as lr_adamw
+            nearest = turned or get_close_matches(spelt, known, n=1)
             raise TypeError(
                 f"{title}() got an unexpected keyword argument {key!r}: "
                 + (f"the nearest is {nearest[0]!r}." if nearest else f"it takes {', '.join(known)}.")
