@@ -261,7 +261,14 @@ class Engine:
                 self._waiting.append(weight.p)
                 if weight.p.requires_grad:
                     self.begin(weight)
-        self._fill(placed)
+        held = {weight.p: {*self.state.get(weight.p, ())} for weight in weights if weight.matrix}
+        try:
+            self._fill(placed)
+        except BaseException:  # Ctrl-C, too: what has not begun has no state then, not a part of one
+            for p, keys in held.items():
+                for new in self.state.get(p, {}).keys() - keys:
+                    del self.state[p][new]
+            raise
         self.remember(weights)
 
         self._stepped = [(weight, weight.p, not weight.matrix and weight.group["fused"]) for weight in weights]
@@ -364,9 +371,11 @@ class Engine:
 
         A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
         """
+        blank: dict[str, Any] = {}
         for member in self.members(weight):
             if "step" + member.suffix not in self.state[weight.p]:
-                self.state[weight.p].update(blank_state(member, self.method, weight.group))
+                blank |= blank_state(member, self.method, weight.group)
+        self.state[weight.p].update(blank)  # of all pieces, or of none
         return self.state[weight.p]
 
     def _fill(self, placed: dict[BucketKey, list[tuple[Member, Weight]]]) -> None:
