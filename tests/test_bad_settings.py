@@ -3,6 +3,7 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,9 +28,12 @@ BAD = {
     "beta2": FRACTION,
     "eps": AT_LEAST_0,
     "precondition_frequency": COUNT,
-    "init_eigenvalue": ((0.0, -0.1, NAN, INF, True, "0.1", "rms", None), '"auto" or a finite number above 0'),
+    "init_eigenvalue": (
+        (0.0, -0.1, NAN, INF, 3.5e38, 10**400, True, "0.1", "rms", None),
+        '"auto" or a number above 0 and of at most 3.4e38, float32',
+    ),
     "clip_threshold": ((1.0, 0.5, -1, 0, INF, NAN, True, "auto"), "a finite number above 1, the usual.* or None"),
-    "state_dtype": (("fp32", torch.int32, torch.complex64, 32), "one of "),
+    "state_dtype": (("fp32", torch.int32, torch.complex64, 32, np.float32), "one of "),
     "bf16_weights": (("nearest", torch.bfloat16, True, None), "one of "),
     "backend": (("triton-please", 1, True), "one of "),
     "maximize": FLAG,
@@ -67,6 +71,13 @@ def test_a_wrong_number_of_polynomials_is_refused():
     for given, has, steps in ((two, 2, 5), ("deepseek-v4", 10, 5), (two, 2, 3)):
         with pytest.raises(ValueError, match=rf"with ns_steps={steps}: must have one .* has {has}. Set ns_steps={has}"):
             PRO(named((4, 6)), ns_coefficients=given, ns_steps=steps)
+
+
+@both
+def test_an_init_eigenvalue_as_large_as_float32_holds_it_steps(cls):
+    optimizer = train(cls(named((4, 6)), init_eigenvalue=3.4e38), range(3))
+    (p,) = weights_of(optimizer)
+    assert p.isfinite().all() and (optimizer.state[p]["inv_sqrt_lambda_L"] > 0).all()
 
 
 @pytest.mark.parametrize("cls, place, name, values, words", CASES)

@@ -175,7 +175,7 @@ def plain(value: Any) -> Any:
     """
     if type(value) in (bool, int, float) or value is None or isinstance(value, Tensor):
         return value
-    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
+    if hasattr(value, "tolist") and not isinstance(value, type):  # NumPy's numbers and arrays, not their classes
         value = value.tolist()
     if isinstance(value, str):
         text = str.__str__(value)
@@ -246,8 +246,8 @@ COMMON_BOUNDS: dict[str, Bound] = {
     ),
     "precondition_frequency": COUNT,
     "init_eigenvalue": (
-        lambda value: _is_auto(value) or (_is_number(value) and value > 0),
-        '"auto" or a finite number above 0',
+        lambda value: _is_auto(value) or (_is_number(value) and 0 < value <= 3.4e38),
+        '"auto" or a number above 0 and of at most 3.4e38, float32\'s largest',
     ),
     "state_dtype": one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "bf16_weights": one_of(*BF16_WEIGHTS),
