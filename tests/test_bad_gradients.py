@@ -175,6 +175,22 @@ def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls):
     assert all(same_bits(weights[name], weight(4, 6, seed=i)) for i, name in enumerate(["zeros", "nan"]))
 
 
+@both
+def test_a_split_weight_that_never_moves_is_warned_about_once(cls):
+    """Also where pieces have other shapes, and so other batches; one that does not move beside others counts."""
+    groups = [{"params": [("whole", weight(20, 6))], "split": (4, 4, 12)}]
+    groups.append({"params": [("in part", weight(8, 6))], "split": 2})
+    optimizer = cls(groups)
+    whole, part = (group["params"][0] for group in optimizer.param_groups)
+
+    def stepped():
+        for t in range(NEVER_MOVED_AFTER + 5):
+            step(optimizer, [whole, part], [torch.zeros(20, 6), torch.cat([normal(4, 6, seed=t), torch.zeros(4, 6)])])
+
+    told = [str(w.message).split(" has not moved")[0] for w in never_moved_warnings(stepped)]
+    assert told == ["whole.0 at least", "in part.1 at least"]
+
+
 # First and later: 10 and 100 times the rounding of six to ten products.
 @pytest.mark.parametrize("shape, dtype, tolerance", [((2, 6, 10), torch.float32, 1e-5), ((7, 7), torch.float64, 1e-13)])
 def test_gradients_of_rank_1_keep_bases_orthonormal(method, path, shape, dtype, tolerance):

@@ -273,12 +273,13 @@ class Bucket:
                 written.append(member.p)
             idle = self.weights[i].idle
             if plan.has_grad[i] and (count := idle.get(member.suffix, 0)) >= 0:
-                idle[member.suffix] = -1 if moves or count + 1 == NEVER_MOVED_AFTER else count + 1
-                if not moves and idle[member.suffix] < 0:
+                idle[member.suffix] = -1 if moves else count + 1
+                if idle[member.suffix] == NEVER_MOVED_AFTER:
+                    idle.update(dict.fromkeys(idle, -1))  # one warning for all of its pieces
                     messages.append(
-                        f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
-                        "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss "
-                        "scale and whether the weight is used."
+                        f"{member.name}{' at least' if member.suffix else ''} has not moved in {NEVER_MOVED_AFTER} "
+                        "steps with a gradient: every gradient was zero, too small to square, or not finite "
+                        "(optimizer.skipped() counts those). Check the loss scale and whether the weight is used."
                     )
         torch.autograd.graph.increment_version(written)  # a kernel writes past autograd's own count
         for b in plan.stepping:  # skipped ones too
