@@ -53,7 +53,7 @@ class Entry:
 
     label: str  # in tables and figures
     colour: str  # of its lines
-    lr: float  # the best of the range in the row's comment, on the default run of ``bench.pretrain``, seed 0
+    lr: float  # the best of the range in the row's comment, on bench.pretrain's default run, whole weights, seed 0
     make: Callable[..., torch.optim.Optimizer]  # builds the optimizer of matrix weights, with its own settings by name
     # of ``make`` that have a field of :class:`Hyper`, apart from rates, and from a rank in a group
     settings: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from bench.training.loop import train
 from bench.training.run import Record, Run
 
 KEY = ("model", "optimizer", "rank", "seed")
+BY_HEADS = ("kl-shampoo", PRO)  # queries and keys of these, as in prokl's groups by default
 Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 
@@ -54,10 +55,14 @@ class Options:
 
     @property
     def selected(self) -> list[Hyper]:
-        """The settings of the methods that train."""
+        """The settings of the methods that train: prokl's two optimizers have what its users get by default."""
         lrs = {name: entry.lr for name, entry in OPTIMIZERS.items()} | self.lr
-        ranks = dict.fromkeys(RANKED, DEMO.largest)
-        return [Hyper(name, lrs[name], lrs["adamw"], rank=ranks.get(name)) for name in self.optimizers]
+        ranks = dict.fromkeys(RANKED, DEMO.largest) | {PRO: None}
+        pieces = dict.fromkeys(BY_HEADS, DEMO.config.heads)
+        return [
+            Hyper(name, lrs[name], lrs["adamw"], rank=ranks.get(name), qk_pieces=pieces.get(name, 1))
+            for name in self.optimizers
+        ]
 
 
 def quickest_threads(trial: Run) -> int:
@@ -83,7 +88,8 @@ def run(o: Options) -> str:
     torch.set_num_threads(o.threads or quickest_threads(Run(scale, hypers[-1], o.seed, source)))
     print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}")
     print(f"Threads: {torch.get_num_threads()} of {command.cores()} cores.")
-    print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.")
+    print("KL-Shampoo and Pro-KLShampoo have queries and keys by heads, prokl's default; the others whole weights.")
+    print("Rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run with whole weights.")
     print("Ctrl-C is safe: the same command goes on.", flush=True)
     side_by_side = [Run(scale, h, o.seed, source) for h in hypers]
     train(side_by_side, path, shown=True)
@@ -92,7 +98,7 @@ def run(o: Options) -> str:
     along: list[rows.Row] = []
     for h, its in zip(hypers, side_by_side, strict=True):
         key = dict(zip(KEY, (scale.name, h.method, h.rank, o.seed), strict=True))
-        settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}
+        settings = {setting: getattr(h, setting) for setting in (*runs.SETTINGS, "qk_pieces")}
         own.append(key | settings | made_of | runs.figures(its.record) | source.row | here)
         along += [key | point for point in runs.curve(its.record)]
     rows.write(o.out / "runs.csv", own)

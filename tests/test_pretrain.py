@@ -10,7 +10,7 @@ import torch
 
 import prokl
 from bench import optimizers, pretrain
-from bench.models import byte_gpt
+from bench.models import Transformer, byte_gpt
 from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
 from bench.training import loop
@@ -19,7 +19,7 @@ from bench.training.sources import open_source
 from tests.experiments import text_in
 
 FOUR = ["adamw", "muon-0.9", "kl-shampoo", "pro-klshampoo"]
-LABELS = ["AdamW", "Muon, momentum 0.9", "KL-Shampoo", "Pro-KLShampoo, r = 8"]
+LABELS = ["AdamW", "Muon, momentum 0.9", "KL-Shampoo", "Pro-KLShampoo"]
 SMALL = replace(pretrain.DEMO, config=byte_gpt(2, 32, 2, 16), ranks=(8,), batch=2, evaluations=2, eval_windows=4)
 
 
@@ -59,15 +59,17 @@ def curves(folder):
 
 @pytest.mark.slow
 def test_every_result_is_written(trained):
-    first, threads, chosen, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
+    first, threads, heads, chosen, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
     assert first.startswith("Trains on file text.txt, ") and first.endswith(f" tokens; results go to {trained}")
     assert threads.startswith("Threads: 1 of ")
-    assert "were chosen on the default run" in chosen and "Ctrl-C is safe" in safe
+    assert heads.startswith("KL-Shampoo and Pro-KLShampoo have queries and keys by heads")
+    assert "were chosen on the default run with whole weights" in chosen and "Ctrl-C is safe" in safe
     assert picture == f"Picture: {trained / 'loss.png'}"
     assert len(sentences) == 3 and all(label in sentence for label in LABELS for sentence in sentences)
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     rows = frame(trained / "runs.csv")
     assert list(rows["optimizer"]) == FOUR
+    assert list(rows["qk_pieces"]) == [1, 1, 2, 2]
     losses = rows.set_index("optimizer")["validation_loss"].sort_values()
     in_order = "; ".join(f"{dict(zip(FOUR, LABELS, strict=True))[name]}: {loss:.3f}" for name, loss in losses.items())
     assert sentences[0] == f"After 14 steps the validation losses are, lowest first, {in_order}."
@@ -117,7 +119,7 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert job("--lr", "muon-0.9", 1e30) == 0
     step = int(frame(tmp_path / "out" / "runs.csv").set_index("optimizer").loc["muon-0.9", "diverged_at"])
     assert 1 < step < 5
-    said = capsys.readouterr().out.splitlines()[5:]
+    said = capsys.readouterr().out.splitlines()[6:]
     assert said[0] == f"Muon, momentum 0.9 diverged at step {step}." and not any("Muon" in line for line in said[1:])
     here, there = (
         its[its["optimizer"] != "muon-0.9"].reset_index(drop=True) for its in map(curves, (tmp_path / "out", trained))
@@ -171,13 +173,34 @@ def test_the_sentences_rank_by_steps_by_seconds_and_by_state():
     assert pretrain.verdict({"C": lost}) == "C diverged at step 7."
 
 
-def test_pro_klshampoo_is_trained_with_the_packages_defaults():
-    (h,) = pretrain.Options(optimizers=("pro-klshampoo",)).selected
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+@pytest.mark.parametrize("method, made", [("pro-klshampoo", prokl.ProKLShampoo), ("kl-shampoo", prokl.KLShampoo)])
+def test_prokls_own_are_trained_with_the_packages_defaults(method, made):
+    """Groups as ``param_groups`` makes them: queries and keys by heads, and the rank that is "auto"."""
+    (h,) = pretrain.Options(optimizers=(method,)).selected
+    model = Transformer(replace(pretrain.DEMO.config, vocabulary=256))
     (optimizer,) = optimizers.build(model, h, None)
-    groups = prokl.param_groups(model, lr=h.lr, adamw_lr=h.adamw_lr, adamw_betas=optimizers.ADAMW_BETAS, rank=h.rank)
-    settings, expected = (
-        [{k: v for k, v in group.items() if k != "params"} for group in its.param_groups]
-        for its in (optimizer, prokl.ProKLShampoo(groups))
-    )
-    assert settings == expected and settings[0]["algorithm"] == "matrix"
+    groups = prokl.param_groups(model, lr=h.lr, adamw_lr=h.adamw_lr, adamw_betas=optimizers.ADAMW_BETAS)
+    settings, expected = (settings_by_name(its) for its in (optimizer, made(groups)))
+    assert settings == expected
+    assert settings["blocks.0.q_proj.weight"]["split"] == (32,) * 6
+
+
+def settings_by_name(optimizer):
+    """What every weight has, its own value where a group lists one a weight; pieces as sizes of rows."""
+    found = {}
+    for group in optimizer.param_groups:
+        for i, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for key in ("split", "transposed"):
+                value = own.pop(key, None)
+                value = value[i] if isinstance(value, list) else value
+                if value:
+                    own[key] = (len(p) // value,) * value if key == "split" and isinstance(value, int) else value
+            found[name] = own
+    return found
+
+
+@pytest.mark.parametrize("method", ["muon-0.9", "smok-hop"])
+def test_muon_and_the_papers_ablations_have_whole_weights(method):
+    (h,) = pretrain.Options(optimizers=(method,)).selected
+    assert h.qk_pieces == 1 and h.rank == (None if method == "muon-0.9" else pretrain.DEMO.largest)
