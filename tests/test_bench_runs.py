@@ -293,7 +293,7 @@ def test_a_comparison_has_all_runs_and_repeats_none(shard, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
-def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch):
+def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     options = ["--models", "gpt2-tiny", "--lengths", "1", "--forms", "adamw", "--seeds", "0"]
     arguments = ["lengths", *options, f"--out={tmp_path}", f"--folder={tmp_path}", "--jobs", "1"]
@@ -304,7 +304,10 @@ def test_finished_runs_are_written_and_not_trained_again(tmp_path, monkeypatch):
     assert set(frame(tmp_path / "lengths-curves.csv")["step"]) == {0, 1}
     before = (tmp_path / "lengths.csv").read_bytes()
     monkeypatch.setattr(Run, "advance", lambda run: pytest.fail("trained again"))
+    assert "has the row of every run" not in capsys.readouterr().out
     assert command.main(arguments) == 0 and (tmp_path / "lengths.csv").read_bytes() == before
+    said = f"{tmp_path / 'lengths.csv'} has the row of every run: nothing is trained. --out takes another folder.\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.usefixtures("threads")

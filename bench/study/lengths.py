@@ -271,4 +271,10 @@ def run(o: Options) -> None:
         row = own | {"rank": unit.hyper().rank} | runs.figures(record) | where
         runs.keep(path, curves, row, runs.curve(record), KEY)
 
-    runs.work(lambda: wanted(o.models, o.lengths, o.forms, o.seeds, losses), task, done, o.jobs)
+    def missing() -> Iterator[Unit]:
+        return wanted(o.models, o.lengths, o.forms, o.seeds, losses)
+
+    if next(missing(), None) is None:
+        print(f"{path} has the row of every run: nothing is trained. --out takes another folder.")
+        return
+    runs.work(missing, task, done, o.jobs)
