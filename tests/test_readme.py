@@ -113,6 +113,50 @@ def test_the_blocks_of_the_guide_run(page, tmp_path, monkeypatch):
         exec(block, {"model": wrapped, "optimizer": optimizer})
 
 
+def block_of_groups(mark):
+    """The block of the page of groups that has ``mark``."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "groups.md").read_text("utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if mark in block]
+    return block
+
+
+def test_the_shown_muon_steps_each_head_by_itself():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(24)])})
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    rows = {name: len(p) // (12 if name.endswith(("q.weight", "k.weight")) else 1) for name, p in matrices.items()}
+    pieces = {n: [nn.Parameter(piece.clone()) for piece in p.detach().split(rows[n])] for n, p in matrices.items()}
+    settings = {"lr": 0.03, "weight_decay": 0.0, "momentum": 0.9}
+    alone = torch.optim.Muon([piece for its in pieces.values() for piece in its], **settings)
+    scope = {"model": model}
+    exec(block_of_groups("torch.optim.Muon"), scope)
+    for _ in range(3):
+        for name, W in matrices.items():
+            W.grad = torch.randn(W.shape)
+            for piece, gradient in zip(pieces[name], W.grad.split(rows[name]), strict=True):
+                piece.grad = gradient.clone()
+        before = {name: W.detach().clone() for name, W in matrices.items()}
+        alone.step()
+        scope["muon"].step()
+        for name, W in matrices.items():
+            assert torch.equal(W, torch.cat(pieces[name])) and not torch.equal(W, before[name])
+
+
+def test_the_shown_division_gives_a_weight_its_rate_and_pieces():
+    model = nn.ModuleDict({"layers": nn.ModuleList(Block(24) for _ in range(2))})
+    scope = {"model": model}
+    exec(block_of_groups("factors"), scope)
+    found = {}
+    for group in scope["optimizer"].param_groups:
+        splits = group.get("split", [None] * len(group["params"]))
+        found |= {name: (group["lr"], split) for name, split in zip(group["param_names"], splits, strict=True)}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for i, factor in enumerate((0.5, 1.0)):
+        assert found[f"layers.{i}.k.weight"] == (factor * 0.02, 12)
+        assert found[f"layers.{i}.out.weight"] == (factor * 0.02, None)
+        assert found[f"layers.{i}.norm.weight"] == (factor * 3e-3, None)
+
+
 @pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda d: d.name)
 def test_linked_files_exist_and_no_placeholder_is_left(document):
     text = document.read_text(encoding="utf-8")
