@@ -41,9 +41,9 @@ class ProKLShampoo(MatrixOptimizer):
     c_a = sqrt(max(1, rows / cols)). docs/algorithm.md has all of it.
 
     The first usable gradient of a weight only initialises its state, as in the paper: an optimizer that is made anew
-    for every step moves no matrix, so keep one, or load its state. A non-finite gradient leaves its matrix alone.
-    Groups with ``algorithm="adamw"`` go to PyTorch's AdamW; :func:`prokl.param_groups` makes them. docs/settings.md
-    explains every setting, the keys of a group, and the state.
+    for every step moves no matrix, so keep one, or load its state. A non-finite gradient leaves its matrix alone,
+    and in a stack all of its matrices. Groups with ``algorithm="adamw"`` go to PyTorch's AdamW;
+    :func:`prokl.param_groups` makes them. docs/settings.md explains every setting, the keys of a group, and the state.
 
     Args:
         params: parameters, named parameters or groups. Weights have 2 dimensions, 3 (a stack of matrices) or more
