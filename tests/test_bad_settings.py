@@ -32,7 +32,7 @@ BAD = {
         (0.0, -0.1, NAN, INF, 3.5e38, 10**400, True, "0.1", "rms", None),
         '"auto" or a number above 0 and of at most 3.4e38, float32',
     ),
-    "clip_threshold": ((1.0, 0.5, -1, 0, INF, NAN, True, "auto"), "a finite number above 1, the usual.* or None"),
+    "clip_threshold": ((1.4, 0.5, -1, 0, INF, NAN, True, "auto"), "a finite number of at least 1.5, where 1.* or None"),
     "state_dtype": (("fp32", torch.int32, torch.complex64, 32, np.float32), "one of "),
     "bf16_weights": (("nearest", torch.bfloat16, True, None), "one of "),
     "backend": (("triton-please", 1, True), "one of "),
@@ -64,6 +64,16 @@ def cases(cls, place, table, each=True):
 # A value is judged by the same lines in both optimizers: every one in the first, every setting in the second.
 CASES = [*cases(PRO, 0, BAD | BAD_PRO), *cases(PRO, 1, BAD_ADAMW), *cases(PRO, 0, ALGORITHM)]
 CASES += [*cases(KL, 0, BAD, False), *cases(KL, 1, BAD_ADAMW, False), *cases(KL, 0, ALGORITHM, False)]
+
+
+def test_averages_that_bfloat16_rounds_away_are_refused():
+    for cls in (PRO, KL):
+        for name in ("momentum", "beta2"):
+            own = {name: 0.996, "state_dtype": torch.bfloat16}
+            with pytest.raises(ValueError, match=rf"{name}=0.996 with .*: must be at most 0.995.*Use .*float32"):
+                cls([weight(6, 10)], **own)
+            cls([weight(6, 10)], **own | {"state_dtype": torch.float32})
+            cls([weight(6, 10)], **own | {name: 0.995})
 
 
 def test_a_wrong_number_of_polynomials_is_refused():

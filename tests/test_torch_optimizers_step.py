@@ -100,10 +100,11 @@ def test_an_optimizer_that_is_dropped_frees_its_state_at_once(cls, life):
         gc.enable()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @of_our_settings
-def test_a_tensor_lr_steps_as_its_number_does_and_is_only_read(cls, settings):
-    number = Problem(cls, {**settings, "lr": 0.0625})  # a power of two: no product with it rounds
-    lr = torch.tensor(0.0625, requires_grad=True)
+def test_a_tensor_lr_steps_as_its_number_does_and_is_only_read(cls, settings, dtype):
+    number = Problem(cls, {**settings, "lr": 0.0625})  # a power of two: no product with a direction rounds
+    lr = torch.tensor(0.0625, dtype=dtype, requires_grad=True)
     tensor = number.twin(lr=lr)
     tensor.optimizer.param_groups[0]["lr"] = lr  # the constructor's was copied
     for _ in range(6):

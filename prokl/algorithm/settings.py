@@ -234,6 +234,10 @@ RATE: Bound = (_is_rate, "a finite number of at least 0, or a tensor with one su
 BETAS: Bound = (_are_betas, "two numbers in [0, 1)")
 RANK: Bound = (lambda value: _is_auto(value) or _is_count(value), '"auto" or an integer of at least 1')
 ALGORITHM = one_of("matrix", "adamw")
+LEAST_THRESHOLD = 1.5
+"""Near 1 eigenvalues fall as ever and hardly rise: at 1.1 a 6 x 10 weight's settled where gradients had a size of 3."""
+SLOWEST_IN_HALF = 0.995
+"""A step changes an EMA by 2^-8 of it, half of bfloat16's largest distance, up to 0.996."""
 COMMON_BOUNDS: dict[str, Bound] = {
     "lr": RATE,
     "weight_decay": NONNEGATIVE,
@@ -241,8 +245,8 @@ COMMON_BOUNDS: dict[str, Bound] = {
     "beta2": FRACTION,
     "eps": NONNEGATIVE,
     "clip_threshold": (
-        lambda value: value is None or (_is_number(value, 1.0) and value > 1),
-        "a finite number above 1, the usual size, or None for no bound",
+        lambda value: value is None or _is_number(value, LEAST_THRESHOLD),
+        f"a finite number of at least {LEAST_THRESHOLD}, where 1 is the usual size, or None for no bound",
     ),
     "precondition_frequency": COUNT,
     "init_eigenvalue": (
@@ -283,6 +287,12 @@ def check_common(group: Group) -> None:
     for name, bound in COMMON_BOUNDS.items():
         check(name, group[name], bound)
     _check_not_differentiable(group)
+    for name in ("momentum", "beta2") if plain(group["state_dtype"]) == torch.bfloat16 else ():
+        if plain(group[name]) > SLOWEST_IN_HALF:
+            raise ValueError(
+                f"Invalid {name}={group[name]!r} with state_dtype=torch.bfloat16: must be at most {SLOWEST_IN_HALF}, "
+                "as bfloat16 rounds away what slower averages change. Use state_dtype=torch.float32."
+            )
     if group["precision"] == "balanced" and group["backend"] == "reference":
         raise ValueError(
             "Invalid precision='balanced' with backend='reference': the specification is as exact as its dtype. Use "

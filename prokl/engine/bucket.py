@@ -230,8 +230,9 @@ class Bucket:
         self._rates = []
         for group, members in self._groups:
             lr, decay = group["lr"], plain(group["weight_decay"])
-            # A tensor has no dimension, so that it multiplies as a number does.
-            self._rates.append(Rates(lr.reshape(()) if isinstance(lr, Tensor) else plain(lr), decay, members))
+            # A tensor has no dimension and is wide, so that it multiplies as a number does.
+            rate = lr.reshape(()).to(widest(lr.device)) if isinstance(lr, Tensor) else plain(lr)
+            self._rates.append(Rates(rate, decay, members))
         self.io.locate(self._rates)
         return plan
 
