@@ -5,6 +5,7 @@ must not read the device ("blind": the same code on the CPU with that knowledge 
 """
 
 import math
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prokl
+from prokl.engine import weights
 
 PRO, KL = prokl.ProKLShampoo, prokl.KLShampoo
 both = pytest.mark.parametrize("cls", [PRO, KL])
@@ -41,19 +43,21 @@ def path(request, monkeypatch):
     return "torch"
 
 
-HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "allclose", "masked_select")
+HOST_READS = tuple(f"aten::{name}" for name in (*HOST_READS, "_unique2", "repeat_interleave"))
 """Operators of PyTorch that read a value of the device on the host."""
-READING_CALLS = ("tolist", "numpy", "cpu", "item", "masked_select", "__bool__", "__int__", "__float__", "__array__")
+READING_CALLS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__array__", "__dlpack__")
 """Calls that do, of which CPU tensors show no operator to a dispatch mode."""
 
 
 def reads_host(func, args):
     """Return True for a call of PyTorch's that would wait for the device to answer, were its tensors there."""
     name = getattr(func, "__name__", "")
-    mask = args[1] if name in ("__getitem__", "__setitem__") and len(args) > 1 else None
-    by_mask = any(isinstance(t, torch.Tensor) and t.dtype == torch.bool for t in tree_leaves(mask))
-    clock = name == "tolist" and args[0].dtype == torch.int64  # which lies on the host wherever its weight is
-    return (name in READING_CALLS and not clock) or by_mask
+    mask = args[1] if name in ("__getitem__", "__setitem__", "index_put_") and len(args) > 1 else None
+    by_mask = any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(mask))
+    to_host = name == "to" and "cpu" in args[1:]
+    clock = sys._getframe(2).f_code is weights.clock.__code__  # which lies on the host wherever its weight is
+    return (name in READING_CALLS and not clock) or by_mask or to_host
 
 
 class ForbidCalls(TorchFunctionMode):

@@ -26,6 +26,30 @@ def no_branching(monkeypatch):
     forbid_host_reads(monkeypatch)
 
 
+READS = {
+    "tolist": lambda t: t.tolist(),
+    "of whole numbers": lambda t: t.long().tolist(),
+    "item": lambda t: t.sum().item(),
+    "a condition": lambda t: bool(t.any()),
+    "cpu": lambda t: t.cpu(),
+    "to the CPU": lambda t: t.to("cpu"),
+    "numpy": lambda t: t.numpy(),
+    "by a mask": lambda t: t[t > 0],
+    "into a mask": lambda t: t.__setitem__(t > 0, 1.0),
+    "nonzero": lambda t: t.nonzero(),
+    "unique": lambda t: t.unique(),
+    "masked_select": lambda t: t.masked_select(t > 0),
+    "allclose": lambda t: torch.allclose(t, t),
+    "repeats": lambda t: t.repeat_interleave(t.long()),
+}
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+def test_what_reads_a_device_is_seen_on_a_cpu(reads):
+    with pytest.raises(AssertionError), ForbidHostReads():
+        reads(torch.ones(3))
+
+
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_same_weights_and_state_in_float64(cls, kwargs, monkeypatch):
     def late(i, t):

@@ -223,7 +223,7 @@ CHANGES = {
     "the rate is a tensor": (PRO, None, {"lr": torch.tensor(0.02)}, range(1, 9)),  # of which each optimizer has its own
     "a bad gradient is skipped": (PRO, spoil, {}, 2 * BUCKETS),
     "weights began one by one and refresh in turn": (
-        PRO, begin_one_by_one, {"shapes": SHAPES[:1] * 5, "precondition_frequency": 5, "steps": 22}, 5
+        KL, begin_one_by_one, {"shapes": SHAPES[2:] * 10, "precondition_frequency": 10, "steps": 32}, 10
     ),
     "a missing gradient runs plainly and then is recorded anew": (
         PRO, withhold_one, {"steps": 14}, range(2 * BUCKETS + 1, 99)

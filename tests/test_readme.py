@@ -122,24 +122,26 @@ def block_of_groups(mark):
 
 def test_the_shown_muon_steps_each_head_by_itself():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"layers": nn.ModuleList([Block(24)])})
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(24)]), "conv": nn.Conv2d(4, 8, 3), "frozen": Block(24)})
+    model["frozen"].requires_grad_(False)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2 and p.requires_grad}
     rows = {name: len(p) // (12 if name.endswith(("q.weight", "k.weight")) else 1) for name, p in matrices.items()}
     pieces = {n: [nn.Parameter(piece.clone()) for piece in p.detach().split(rows[n])] for n, p in matrices.items()}
     settings = {"lr": 0.03, "weight_decay": 0.0, "momentum": 0.9}
     alone = torch.optim.Muon([piece for its in pieces.values() for piece in its], **settings)
     scope = {"model": model}
     exec(block_of_groups("torch.optim.Muon"), scope)
-    for _ in range(3):
+    for call in range(3):
         for name, W in matrices.items():
-            W.grad = torch.randn(W.shape)
-            for piece, gradient in zip(pieces[name], W.grad.split(rows[name]), strict=True):
-                piece.grad = gradient.clone()
+            has = call != 1 or not name.endswith("q.weight")
+            W.grad = torch.randn(W.shape) if has else None
+            for i, piece in enumerate(pieces[name]):
+                piece.grad = W.grad.split(rows[name])[i].clone() if has else None
         before = {name: W.detach().clone() for name, W in matrices.items()}
         alone.step()
         scope["muon"].step()
         for name, W in matrices.items():
-            assert torch.equal(W, torch.cat(pieces[name])) and not torch.equal(W, before[name])
+            assert torch.equal(W, torch.cat(pieces[name])) and torch.equal(W, before[name]) == (W.grad is None)
 
 
 def test_the_shown_division_gives_a_weight_its_rate_and_pieces():

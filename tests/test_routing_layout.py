@@ -264,7 +264,12 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
 
 @pytest.mark.parametrize(
     "cls, layer",
-    [("CodeGenAttention", "qkv_proj"), ("GPTBigCodeAttention", "c_attn"), ("MiniMaxLightningAttention", "qkv_proj")],
+    [
+        ("CodeGenAttention", "qkv_proj"),
+        ("EfficientFormerSelfAttention", "qkv"),
+        ("GPTBigCodeAttention", "c_attn"),
+        ("MiniMaxLightningAttention", "qkv_proj"),
+    ],
 )
 def test_q_k_and_v_in_another_order_stay_whole_without_a_warning(cls, layer):
     model = of_class(cls, **{layer: linear(8, 24)})
@@ -273,3 +278,6 @@ def test_q_k_and_v_in_another_order_stay_whole_without_a_warning(cls, layer):
         param_groups(model, **RATES)
     assert route.split is None
     assert route.reason == "linear layer; whole, though named as fused (split= takes consecutive pieces)"
+    with pytest.raises(ValueError, match="2 heads do not fit .*: its q, k and v take turns, so it stays whole"):
+        param_groups(model, **RATES, heads={f"{layer}.weight": 2})
+    assert param_groups(model, **RATES, heads={f"{layer}.weight": 1}).routes[0].split is None

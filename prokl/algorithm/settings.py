@@ -251,7 +251,7 @@ COMMON_BOUNDS: dict[str, Bound] = {
     "precondition_frequency": COUNT,
     "init_eigenvalue": (
         lambda value: _is_auto(value) or (_is_number(value) and 0 < value <= 3.4e38),
-        '"auto" or a number above 0 and of at most 3.4e38, float32\'s largest',
+        '"auto" or a number above 0 and of at most 3.4e38, about float32\'s largest',
     ),
     "state_dtype": one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "bf16_weights": one_of(*BF16_WEIGHTS),

@@ -266,7 +266,7 @@ def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Se
     wholes = {
         weight.stand_in: weight.gradient
         for weight in adamw.weights
-        if weight.stand_in is not None and weight.gradient is not None and not weight.sharded
+        if weight.stand_in is not None and weight.gradient is not None
     }
     engine.adamw.step(engine.state, wholes)  # while the first gradients come
     messages, engine.messages = engine.messages, []

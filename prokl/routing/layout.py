@@ -37,6 +37,7 @@ FUSED: dict[tuple[str, str], int | Literal["grouped"]] = {
     ("Sam2MultiScaleAttention", "qkv"): 3,
     ("Exaone4_5_VisionAttention", "qkv"): "grouped",
     ("CodeGenAttention", "qkv_proj"): 1,
+    ("EfficientFormerSelfAttention", "qkv"): 1,
     ("GPTBigCodeAttention", "c_attn"): 1,
     ("MiniMaxLightningAttention", "qkv_proj"): 1,
     ("timm.layers.attention.Attention", "qkv"): 3,
@@ -176,6 +177,8 @@ class Layouts:
         divided, words, told = None, "", self._counts.get(counted)
         try:
             if told != 1 and (told or self._by_heads):
+                if told and known == 1:
+                    raise NotByHeads("its q, k and v take turns, so it stays whole")
                 divided, words = by_heads(owners, transposed, sizes, told, unsplit)
         except NotByHeads as why:
             words = f"; not by heads: {why}"
