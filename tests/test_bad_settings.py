@@ -30,7 +30,7 @@ BAD = {
     "precondition_frequency": COUNT,
     "init_eigenvalue": (
         (0.0, -0.1, NAN, INF, 3.5e38, 10**400, True, "0.1", "rms", None),
-        '"auto" or a number above 0 and of at most 3.4e38, float32',
+        '"auto" or a number above 0 and of at most 3.4e38, about float32',
     ),
     "clip_threshold": ((1.4, 0.5, -1, 0, INF, NAN, True, "auto"), "a finite number of at least 1.5, where 1.* or None"),
     "state_dtype": (("fp32", torch.int32, torch.complex64, 32, np.float32), "one of "),
