@@ -1,8 +1,10 @@
 """The scripts of docs/examples, run as they stand by torchrun: resumed runs are exact, reshaped ones go on."""
 
 import json
+import random
 import shutil
 import socket
+from contextlib import suppress
 
 import pytest
 import torch
@@ -23,13 +25,13 @@ def scripts(folder):
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for it in sockets:
-        it.bind(("127.0.0.1", 0))
-    ports = [it.getsockname()[1] for it in sockets]
-    for it in sockets:
-        it.close()
-    return ports
+    """Return free ports below those that the system gives connections, of which one could be taken meanwhile."""
+    found = set()
+    while len(found) < count:
+        with suppress(OSError), socket.socket() as it:
+            it.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            found.add(it.getsockname()[1])
+    return sorted(found)
 
 
 def torchrun(folder, *runs, **settings):
