@@ -163,7 +163,7 @@ def test_eigenvalues_of_a_bfloat16_state_follow_slow_emas(backend, method):
             train(optimizer, [t], size=1.0 if t < 20 else 0.1)
         roots = [value.double() for key, value in optimizer.state[p].items() if key.startswith("inv_sqrt")]
         found.append(torch.cat([root.reshape(-1) for root in roots]))
-    torch.testing.assert_close(*found, rtol=0.1, atol=0)  # the factors' roundings turn the bases
+    torch.testing.assert_close(*found, rtol=1e-3, atol=0)  # measured: 1.5e-4, as factors' roundings turn bases
 
 
 def test_bases_are_refreshed_though_no_refresh_has_evidence(method):

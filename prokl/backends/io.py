@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Direction
-from prokl.algorithm.shapes import MatrixShape
+from prokl.algorithm.shapes import MatrixShape, widest
 from prokl.algorithm.types import Factor
 from prokl.backends.rounding import Rounding
 from prokl.pair import Pair
@@ -184,7 +184,9 @@ class TorchIO:
 
     def locate(self, rates: Sequence[Rates]) -> None:
         """Take down where gradients and weights lie, and this step's rates; nothing waits for the device."""
-        self.rates = rates
+        # 1 - lr weight_decay would lose most of a small decay in half precision.
+        wide = [each.lr.to(widest(each.lr.device)) if isinstance(each.lr, Tensor) else each.lr for each in rates]
+        self.rates = [each._replace(lr=lr) for each, lr in zip(rates, wide, strict=True)]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Read the gradients, and tell which are finite and which are zero.

@@ -227,13 +227,12 @@ class Bucket:
             plan = Plan(has_grad, tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
         if self.rounding.keys is not None:
             self.rounding.locate(steps)
-        self._rates = []
+        rates: list[Rates] = []
         for group, members in self._groups:
             lr, decay = group["lr"], plain(group["weight_decay"])
-            # A tensor has no dimension and is wide, so that it multiplies as a number does.
-            rate = lr.reshape(()).to(widest(lr.device)) if isinstance(lr, Tensor) else plain(lr)
-            self._rates.append(Rates(rate, decay, members))
-        self.io.locate(self._rates)
+            # A tensor has no dimension, so that it multiplies as a number does.
+            rates.append(Rates(lr.reshape(()) if isinstance(lr, Tensor) else plain(lr), decay, members))
+        self.io.locate(rates)
         return plan
 
     @without_autocast  # trainers may step inside of theirs

@@ -17,7 +17,7 @@ class SpecifiedBucket(Bucket):
 
     def _step(self, G: Tensor, moving: tuple[int, ...], may_step: Tensor | None) -> None:
         state, some, moved = self._arithmetic(), self.rows(moving), set(moving)
-        for lr, weight_decay, numbers in self._rates:
+        for lr, weight_decay, numbers in self.io.rates:
             h = replace(self.h, lr=lr, weight_decay=weight_decay)
             for member in self.members[numbers.start : numbers.stop]:
                 if moved.isdisjoint(member.rows):
