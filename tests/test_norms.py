@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
-from prokl.backends.torch_pairs import PairedAlgebra as TorchPairs
-from prokl.backends.triton_ops import TritonAlgebra
-from prokl.backends.triton_pairs import PairedAlgebra as TritonPairs
+from prokl.backends.torch_pairs import PairedAlgebra
+from prokl.backends.triton_ops import PairedTritonAlgebra, TritonAlgebra
 from prokl.kernels import launch
 from prokl.kernels.gram import normalised_gram
 from prokl.kernels.symmetric_product import symmetric_product
@@ -60,7 +59,7 @@ def test_a_product_takes_a_factor_that_is_held_to_a_norm(largest, dtype, paired)
     bounded = torch.tensor([False, True, False, False], device=DEVICE)
     given = {"largest": largest, "dtype": dtype, "bounded": bounded}
     given |= {"clipped": torch.arange(4.0, dtype=dtype, device=DEVICE)}
-    triton, torch_ = (TritonPairs, TorchPairs) if paired else (TritonAlgebra, Algebra)
+    triton, torch_ = (PairedTritonAlgebra, PairedAlgebra) if paired else (TritonAlgebra, Algebra)
     ops = triton(use_cuda_qr=False, host_readable=launch.INTERPRETED)
     factor = Pair.split(left) if paired else left
     split = Pair.split(T) if paired else T, T.double().square().sum(dim=-1)[:, None]

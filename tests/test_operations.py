@@ -14,7 +14,7 @@ from bench.micro.case import FP32_POLAR, FP64, Sizes, flat, numbers, widened
 from bench.micro.states import KL_H, kl_inputs, pro_inputs, settings
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra, Direction
-from prokl.backends import torch_pairs, triton_ops, triton_pairs
+from prokl.backends import torch_pairs, triton_ops
 from prokl.kernels.launch import INTERPRETED
 from prokl.pair import RESIDUAL
 from tests.problems import VARIANTS, largest
@@ -25,7 +25,7 @@ SURPRISING = 10.0
 """Times a usual gradient, so that each is bounded, and otherwise than the next."""
 BACKENDS = {
     "triton": triton_ops.TritonAlgebra(use_cuda_qr=False, host_readable=INTERPRETED),
-    "triton, pairs": triton_pairs.PairedAlgebra(use_cuda_qr=False, host_readable=INTERPRETED),
+    "triton, pairs": triton_ops.PairedTritonAlgebra(use_cuda_qr=False, host_readable=INTERPRETED),
     "torch, pairs": torch_pairs.PairedAlgebra(host_readable=False),
 }
 PLAIN = Algebra(host_readable=False)
@@ -33,7 +33,7 @@ PLAIN = Algebra(host_readable=False)
 
 def overridden(ops):
     """Names of the operations that a backend has of its own."""
-    own = {key for cls in type(ops).__mro__ if cls.__module__ == type(ops).__module__ for key in vars(cls)}
+    own = {*vars(type(ops))}
     shared = {"momentum", "projections", "track"} if ops is BACKENDS["triton, pairs"] else set()  # but for its pairs
     others = {"name", "noise", "pairs", "second_stream", "product_as_factor"}  # the last one where QR is a GPU's
     return sorted(key for key in own - others | shared if not key.startswith("_"))

@@ -53,9 +53,9 @@ REFERENCE = Backend("reference", Algebra(host_readable=True), TorchIO, host_read
 
 @cache
 def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, graphs: bool) -> Backend:
-    from prokl.backends import triton_ops, triton_pairs  # with kernels.launch the only imports of Triton
+    from prokl.backends import triton_ops  # with kernels.launch the only imports of Triton
 
-    ops = (triton_pairs.PairedAlgebra if balanced else triton_ops.TritonAlgebra)(use_cuda_qr, host_readable)
+    ops = (triton_ops.PairedTritonAlgebra if balanced else triton_ops.TritonAlgebra)(use_cuda_qr, host_readable)
     io = partial(triton_ops.TritonIO, pairs=balanced)
     return Backend("triton", ops, io, host_readable, graphs, use_cuda_qr or not MAGMA)
 

@@ -1,7 +1,8 @@
 """The operations as Triton launches, and the reading and writing of a bucket through tables.
 
 Products of float32 are split into three of TF32, about as exact as float32 and several times as fast on a GPU;
-torch's own TF32 switches touch none of them.
+torch's own TF32 switches touch none of them. Balanced ones take large float32 factors as pairs of bfloat16, split as
+they are stored.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -20,7 +21,7 @@ from prokl.algorithm.evidence import UNITS
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Admitted, Factor, Projected, Roots, Scale, State
-from prokl.backends import cuda_qr
+from prokl.backends import cuda_qr, torch_pairs
 from prokl.backends.device import SecondStream
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.pointers import PointerTable, RateTable
@@ -30,8 +31,9 @@ from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
 from prokl.kernels.gram import normalised_gram
 from prokl.kernels.momentum import momentum as launch_momentum
-from prokl.kernels.product import bounded_product, product, product_with_energies
+from prokl.kernels.product import bounded_product, product, product_with_energies, split_product
 from prokl.kernels.project import project
+from prokl.kernels.split import split, split_two
 from prokl.kernels.stack import stack
 from prokl.kernels.store import store
 from prokl.kernels.symmetric_product import (
@@ -43,6 +45,7 @@ from prokl.kernels.symmetric_product import (
 from prokl.kernels.two_products import symmetric_products
 from prokl.kernels.usable import usable
 from prokl.kernels.weigh import weigh
+from prokl.pair import Operand, Pair
 
 
 class Squares(NamedTuple):
@@ -220,6 +223,34 @@ class TritonAlgebra(Algebra):
     def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q)."""
         return cuda_qr.coordinates_qr(self, S, Q).Q if self.use_cuda_qr else super().coordinates_qr(S, Q)
+
+
+def _paired(t: Operand) -> Operand:
+    """Return an operand split into a pair, unless it is one, or is bfloat16."""
+    return t if isinstance(t, Pair) or t.dtype == torch.bfloat16 else split(t.float())
+
+
+class PairedTritonAlgebra(TritonAlgebra, torch_pairs.PairedAlgebra):
+    """Launches whose products take pairs too: beside one the other factor is split, unless it is bfloat16."""
+
+    pairs = True
+    operands = staticmethod(split_two)
+
+    def operand(self, t: Tensor) -> Pair:
+        """Split a large factor."""
+        return split(t)
+
+    def product(
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        """Return alpha left right + beta C."""
+        if isinstance(left, Pair) or isinstance(right, Pair):
+            left, right = map(_paired, (left, right))
+        return super().product(left, right, C=C, alpha=alpha, beta=beta)
+
+    def product_as_factor(self, left: Operand, right: Operand) -> Pair:
+        """Return left right, split as it is stored."""
+        return split_product(_paired(left), _paired(right))
 
 
 class TritonIO(TorchIO):
