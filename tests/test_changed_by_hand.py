@@ -117,7 +117,7 @@ def test_clocks_that_drift_apart_keep_bounded_device_memory():
     optimizer = PRO(named(*[(3, 4)] * 12), rank=2, precondition_frequency=2)
     rng = random.Random(0)
     train(optimizer, range(200), missing={(call, i) for call in range(200) for i in range(12) if rng.random() < 0.5})
-    (bucket,) = optimizer.engine.buckets()
+    (bucket,) = optimizer.engine.buckets
     assert len(bucket._kept_rows) == KEPT
 
 

@@ -133,7 +133,7 @@ def test_a_weight_without_gradients_stays_out_of_every_batch():
     run = Run().train(0, SAVED)
     late = run.weights["late"]
     assert run.optimizer.state[late]["step"] == -1 and not run.optimizer.state[late]["M_Q"].any()
-    assert late not in {member.p for bucket in run.optimizer.engine.buckets() for member in bucket.members}
+    assert late not in {member.p for bucket in run.optimizer.engine.buckets for member in bucket.members}
     assert same_bits(late, value(SHAPES["late"], [*SHAPES].index("late")))
 
 

@@ -33,7 +33,7 @@ def together(lr, weight_decay, dtype=torch.float32, shapes=SHAPES):
 
 
 def counts(optimizer):
-    return [bucket.layout.count for bucket in optimizer.engine.buckets()]
+    return [bucket.layout.count for bucket in optimizer.engine.buckets]
 
 
 def factor(i):
@@ -94,11 +94,11 @@ def test_a_batch_follows_the_groups_and_state_goes_along(cls, kwargs):
             train(one, range(call, call + 2))
             assert counts(one) == expected
         assert differences(optimizer, twin) == set()
-    batches = list(optimizer.engine.buckets())
+    batches = optimizer.engine.buckets
     for group in optimizer.param_groups:  # all alike
         group["momentum"] = 0.8
     train(optimizer, [10])
-    assert list(optimizer.engine.buckets()) == batches
+    assert optimizer.engine.buckets == batches
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_bucket_beyond_the_budget_is_split_without_a_change(backend, monkeypat
     monkeypatch.setattr("prokl.backends.device.WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
     parts = run(ProKLShampoo, stream, **kwargs)
     for (_, optimizer), sizes in ((whole, [3, 1]), (parts, [2, 1, 1])):
-        assert [len(bucket.members) for bucket in optimizer.engine.buckets()] == sizes
+        assert [len(bucket.members) for bucket in optimizer.engine.buckets] == sizes
     assert_runs_agree(parts, whole, 1e-12)
 
 

@@ -153,7 +153,7 @@ def test_unnamed_weights_are_told_apart_as_groups_change(cls):
             del optimizer.param_groups[0]
             optimizer.add_param_group({"params": come})
         train(optimizer, [0])
-        names = [member.name for bucket in optimizer.engine.buckets() for member in bucket.members]
+        names = [member.name for bucket in optimizer.engine.buckets for member in bucket.members]
         assert len(names) == len(set(names)) == len(optimizer.clipped()) == len(optimizer.param_groups)
         assert set(names) == optimizer.clipped().keys()
 

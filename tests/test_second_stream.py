@@ -204,7 +204,7 @@ def test_two_buckets_share_a_gpu_if_any_two_have_room(devices, sizes, beside, mo
     monkeypatch.setattr("prokl.engine.engine.workspace", lambda device: 100)
     monkeypatch.setattr("prokl.engine.engine.SecondStream", lambda device, priority: "another stream")
     engine = ProKLShampoo([weight(4, 6)]).engine
-    engine._buckets = buckets
+    engine.buckets = buckets
     found = engine._beside(*buckets[:2])
     assert (found == "another stream") is beside
 

@@ -164,7 +164,7 @@ def test_pieces_of_a_fused_weight_step_as_weights(shape, keys, shapes, method, p
 
 def test_a_piece_is_batched_with_other_weights_of_its_shape():
     opt = train(PRO([named([weight(18, 8), weight(6, 8)], split=[3, None])], rank=3), [0])
-    (bucket,) = opt.engine.buckets()
+    (bucket,) = opt.engine.buckets
     assert bucket.layout.count == 4
 
 

@@ -66,7 +66,7 @@ def test_a_step_that_computes_launches_what_is_traced(shape, precision, extensio
             start(kernel, *given, **constants)
 
     monkeypatch.setattr(launch, "start", noted)
-    (bucket,) = optimizer.engine.buckets()
+    (bucket,) = optimizer.engine.buckets
     for kind, (expected,) in steps(ParameterSet("two", ((2, *shape),), (4,)), torch.float32, 4, precision).items():
         found = trace.execute(bucket, kind, events)
         assert [e.kernel for e in found] == [e.kernel for e in expected]

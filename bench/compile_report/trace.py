@@ -126,10 +126,9 @@ def steps_of(
             W.grad = torch.empty_like(W)
         engine = build(weights).engine
         engine.build()
-        buckets: list[Bucket] = list(engine.buckets())
         for kind in KINDS:
             seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
-            for bucket in buckets:
+            for bucket in engine.buckets:
                 size = bucket.layout.count, bucket.layout.m, bucket.layout.n
                 if size not in seen:
                     seen[size] = execute(bucket, kind, events)

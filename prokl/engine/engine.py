@@ -62,6 +62,7 @@ class Engine:
     Attributes:
         groups, state: as an optimizer has them, or a division of its stand-ins; whoever owns the engine sets both.
         weights: those of the groups, and others that have state, by parameter.
+        buckets: the layout; none until it is built.
         messages: what was found to warn of since they were last taken.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
@@ -92,13 +93,9 @@ class Engine:
     def release(self) -> None:
         """Drop the layout: the buckets, and with them all memory but that of the state's own tensors."""
         self._built_on: tuple[list[Any], list[Any]] | None = None
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._waiting: list[Tensor] = []
         self.graphs.keep(())
-
-    def buckets(self) -> list[Bucket]:
-        """Return all buckets."""
-        return self._buckets
 
     def step(self) -> list[str]:
         """Step everything; return warnings.
@@ -112,8 +109,8 @@ class Engine:
         beside: AbstractContextManager[None] = nullcontext()
         # Two by two: one bucket's small launches leave processors idle, which the other one's products take. A bucket
         # has the same stream in every step, as its graphs belong to one.
-        for i, bucket in enumerate(self._buckets):
-            beside = self._beside(*self._buckets[i : i + 2]) if i % 2 == 0 else beside
+        for i, bucket in enumerate(self.buckets):
+            beside = self._beside(*self.buckets[i : i + 2]) if i % 2 == 0 else beside
             if bucket in plans:
                 # One that begins takes all the temporary memory that there is, and reads the device.
                 with nullcontext() if i % 2 == 0 or plans[bucket].initialising else beside:
@@ -126,7 +123,7 @@ class Engine:
         device = bucket.layout.device
         if device.type != "cuda" or [each.layout.device for each in other] != [device]:
             return nullcontext()
-        needed = sorted(each.workspace for each in self._buckets if each.layout.device == device)
+        needed = sorted(each.workspace for each in self.buckets if each.layout.device == device)
         return SecondStream(device, priority=0) if sum(needed[-2:]) <= workspace(device) else nullcontext()
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
@@ -156,7 +153,7 @@ class Engine:
             ):
                 check_gradient(weight)
         work = []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             plan = bucket.decide()
             if plan is not None:
                 work.append((bucket, plan))
@@ -193,7 +190,7 @@ class Engine:
                 forms += map(Tensor.data_ptr, tensors)
             for p in self._waiting:
                 forms.append(p.grad is None)
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 for state, key, left in bucket.clocks:
                     forms.append(state.get(key) is left)
         except (AttributeError, KeyError, RuntimeError, TypeError):
@@ -380,7 +377,7 @@ class Engine:
 
     def _fill(self, placed: dict[BucketKey, list[tuple[Member, Weight]]]) -> None:
         """Make the buckets of these members; one that is as it would be made stays, with its graphs."""
-        old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self._buckets}
+        old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self.buckets}
         buckets: list[Bucket] = []
         for key, pairs in placed.items():
             (m, n, rank, dtype, device), (_, first) = key[0], pairs[0]
@@ -404,7 +401,7 @@ class Engine:
         for bucket in buckets:
             for weight in bucket.weights:
                 weight.own_master = MASTER in bucket.stacks
-        self._buckets = buckets
+        self.buckets = buckets
         self.graphs.keep(buckets)
 
     def counts(self, key: str) -> dict[str, int]:
