@@ -236,15 +236,6 @@ def test_a_wrappers_own_master_stays_with_its_weight(cls, kwargs, mode):
     assert optimizer.state[p]["master"] is theirs and "master" not in optimizer.state[late]
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
-def test_a_wrappers_master_in_the_form_of_ours_stays_too(cls, kwargs):
-    p = weight(20, 12)
-    optimizer = cls([p], **kwargs)
-    theirs = optimizer.state[p]["master"] = p.detach().mT.clone()
-    train(optimizer, range(3))
-    assert optimizer.state[p]["master"] is theirs and theirs.shape == optimizer.state[p]["M_Q"].shape
-
-
 def test_a_master_goes_with_its_mode():
     """Also one that waits for its first gradient."""
     optimizer = train(PRO(named((12, 20), (12, 20), dtype=BF16), rank=3, bf16_weights="master"), [0], missing={(0, 1)})
@@ -255,7 +246,3 @@ def test_a_master_goes_with_its_mode():
     train(optimizer, [1, 2], missing={(1, 1)})
     assert "master" not in optimizer.state[early].keys() | optimizer.state[late].keys()
     assert same_bits(late.data, start)
-    optimizer.param_groups[0]["bf16_weights"] = "stochastic"
-    theirs = optimizer.state[early]["master"] = torch.zeros(12, 20)
-    train(optimizer, [3])
-    assert optimizer.state[early]["master"] is theirs

@@ -178,9 +178,8 @@ class Bucket:
             if begun and (key in state or key != MASTER + member.suffix):  # a master it lacks starts as the weight
                 view.copy_(state[key])
             state[key] = view
-        if self.weights[i].own_master and MASTER not in self.stacks:
-            master = state.get(MASTER + member.suffix)
-            shape = state["M_Q" + member.suffix].shape
+        if MASTER not in self.stacks:
+            master, shape = state.get(MASTER + member.suffix), state["M_Q" + member.suffix].shape
             if isinstance(master, Tensor) and (master.shape, master.dtype) == (shape, torch.float32):
                 del state[MASTER + member.suffix]  # the weight has become wider, or is rounded otherwise
         return views

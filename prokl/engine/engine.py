@@ -26,7 +26,6 @@ from prokl.algorithm.settings import (
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member
-from prokl.backends.rounding import MASTER
 from prokl.backends.select import select
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
@@ -322,7 +321,7 @@ class Engine:
         for weight in weights:
             known = self.weights.get(weight.p)
             if known is not None and weight.matrix:
-                weight.made_with, weight.own_master, weight.idle = known.made_with, known.own_master, known.idle
+                weight.made_with, weight.idle = known.made_with, known.idle
                 weight.check_as_made(self.method.fixed)
 
     def remember(self, weights: Collection[Weight]) -> None:
@@ -330,7 +329,6 @@ class Engine:
         for weight in weights:
             if weight.matrix and self.state.get(weight.p):
                 weight.made_with = weight.making(self.method.fixed)
-                weight.own_master |= weight.group["bf16_weights"] == MASTER  # also no longer in bfloat16
                 self.weights[weight.p] = weight
 
     def check_new(self, index: int) -> None:
@@ -398,9 +396,6 @@ class Engine:
                             f'{error} A long weight, as an embedding, may go into an "adamw" group.'
                         ) from error
                 buckets.append(bucket)
-        for bucket in buckets:
-            for weight in bucket.weights:
-                weight.own_master = MASTER in bucket.stacks
         self.buckets = buckets
         self.graphs.keep(buckets)
 

@@ -71,7 +71,6 @@ class Weight:
         transposed: whether the parameter holds (in, out). split: the pieces of its output dimension.
         made_with: how its state was made: the settings that may not change under it, by name, and its shape. None
             without state.
-        own_master: whether a "master" in its state is the optimizer's, and no wrapper's.
         idle: by suffix, calls with a gradient in which a piece did not move; -1 once it has, or was warned about.
     """
 
@@ -82,7 +81,6 @@ class Weight:
     transposed: bool
     split: Split
     made_with: dict[str, Any] | None = None
-    own_master: bool = False
     idle: dict[str, int] = field(default_factory=dict)
 
     @property
