@@ -39,7 +39,7 @@ PATIENCE = 10
 class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
-    method: ClassVar[Method[Any]]
+    method: ClassVar[Method]
     _advanced: ClassVar[Advanced]
     _process_group: Any = None
     _division: Division | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,12 @@ from prokl.algorithm.settings import Group as Group
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.types import Factor, State
 
-H = TypeVar("H", bound=Hyper)
 
-
-class Method(Protocol[H]):
+class Method(Protocol):
     """One matrix method: its settings, its state and its specification.
 
-    Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
+    Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n. ``h`` is what the
+    method's own ``hyper`` returns.
     """
 
     fixed: tuple[str, ...]
@@ -27,7 +26,7 @@ class Method(Protocol[H]):
     def check(self, group: Group) -> None:
         """Raise ValueError when a hyper-parameter of a group is out of bounds."""
 
-    def hyper(self, group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> H:
+    def hyper(self, group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Hyper:
         """Read the hyper-parameters of a step of (m,n) weights from a group; ``dtype`` is the arithmetic's."""
 
     def rank(self, group: Group, m: int, n: int) -> int:
@@ -46,7 +45,7 @@ class Method(Protocol[H]):
         """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
 
     def step(
-        self, ops: Algebra, G: Factor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None
+        self, ops: Algebra, G: Factor, state: State, h: Any, aspect_scale: Tensor, active: Tensor | None
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step after the initialising one, all but the refresh, for B matrices.
 
@@ -67,11 +66,11 @@ class Method(Protocol[H]):
     def refresh(self, ops: Algebra, state: State) -> State:
         """Return what a refresh of the eigenbases changes, of B matrices."""
 
-    def whitened_size(self, ops: Algebra, G: Tensor, state: State, h: H) -> Tensor:
+    def whitened_size(self, ops: Algebra, G: Tensor, state: State, h: Any) -> Tensor:
         """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
 
     def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, stored: torch.dtype
+        self, W: Tensor, G: Tensor, state: State, h: Any, *, aspect_scale: float, stored: torch.dtype
     ) -> tuple[Tensor, State]:
         """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
 

@@ -37,7 +37,7 @@ class Batch:
     state: dict[str, Tensor]
     """As in :mod:`prokl.algorithm.reference`, each key with a leading B."""
     group: dict[str, Any]
-    method: Method[Any]
+    method: Method
 
 
 def unwrapped(optimizer: Any) -> MatrixOptimizer:

@@ -116,7 +116,7 @@ class Division:
         return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
     def _with_owners(
-        self, all_weights: Sequence[Weight], method: Method[Any]
+        self, all_weights: Sequence[Weight], method: Method
     ) -> tuple[dict[Tensor, LocalWeight], dict[Team, list[float]]]:
         """Return the weights as this rank has them, new ones too, and what every rank has to do by then."""
         weights, loads = dict(self.weights), {team: [*costs] for team, costs in self.loads.items()}
@@ -301,7 +301,7 @@ def _kind(one: Weight) -> dict[str, Any]:
     return {"algorithm": one.group["algorithm"], "shape": tuple(one.p.shape), **reading}
 
 
-def matrix_cost(member: Member, method: Method[Any], group: Group) -> float:
+def matrix_cost(member: Member, method: Method, group: Group) -> float:
     """Return the operations of a step of one matrix, refreshes amortised."""
     m, n = member.shape.m, member.shape.n
     r, tau = method.rank(group, m, n), group["precondition_frequency"]

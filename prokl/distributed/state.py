@@ -17,7 +17,7 @@ from prokl.engine.checkpoint import unwrapped
 from prokl.engine.weights import StateLayout, Weight, layout_of_state, weights_of
 
 
-def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
+def layout_of_weight(one: Weight, method: Method) -> StateLayout:
     """Return shape and dtype of all state of a whole matrix weight, by its key."""
     merged: StateLayout = {}
     p, group = one.p, one.group
@@ -47,7 +47,7 @@ def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
     return weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
 
 
-def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method) -> dict[str, Any]:
     """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
 
     Args:
@@ -65,7 +65,7 @@ def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], meth
     return exported | {key: value for key, value in entry.items() if key not in layout}
 
 
-def exported_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+def exported_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method) -> dict[str, Any]:
     """Return a weight's entry of a state dict, with what each rank has a part of in DTensors that say so."""
     if one.matrix and weight.parts:
         # Anew also of what others own: another dtype of a weight is another one of its state.
@@ -122,7 +122,7 @@ def _of_another(name: str, value: Any) -> str:
     )
 
 
-def own_state(one: Weight, weight: LocalWeight, loaded: dict[str, Any], method: Method[Any]) -> dict[str, Any]:
+def own_state(one: Weight, weight: LocalWeight, loaded: dict[str, Any], method: Method) -> dict[str, Any]:
     """Return what this rank steps of a weight's loaded state, as far as it fits, whether that is whole or its part.
 
     All ranks call it, as making a DTensor whole takes them all.

@@ -106,7 +106,7 @@ class Bucket:
         members: Sequence[Member],
         weights: Sequence[Weight],
         states: Sequence[dict[str, Any]],
-        method: Method[Any],
+        method: Method,
         rank: int,
         select: Callable[[str | None, torch.device, str | None, torch.dtype], Backend],
     ) -> None:

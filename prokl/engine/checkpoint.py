@@ -158,7 +158,7 @@ def _check_order(there: list[str], here: list[str]) -> None:
             )
 
 
-def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method[Any]) -> list[str]:
+def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method) -> list[str]:
     """Return what to say of state that a loaded state dict lacks, and of names and settings that it has brought.
 
     Args:
@@ -195,7 +195,7 @@ def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any]
     return said
 
 
-def _effect(key: str, group: Group, method: Method[Any]) -> Any:
+def _effect(key: str, group: Group, method: Method) -> Any:
     """Return what a setting comes to for a group's weights; itself where that is out of bounds."""
     try:
         weights = [*weights_of([group])]
@@ -211,7 +211,7 @@ def _effect(key: str, group: Group, method: Method[Any]) -> Any:
     return plain(group.get(key))
 
 
-def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_values: bool = True) -> set[int]:
+def restore(state: dict[str, Any], method: Method, optimizer: str, check_values: bool = True) -> set[int]:
     """Check the state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:

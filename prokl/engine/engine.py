@@ -74,7 +74,7 @@ class Engine:
 
     select = staticmethod(select)
 
-    def __init__(self, method: Method[Any], defaults: dict[str, Any], title: str) -> None:
+    def __init__(self, method: Method, defaults: dict[str, Any], title: str) -> None:
         self.method, self.defaults, self.title = method, defaults, title
         self.groups: list[Group] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)

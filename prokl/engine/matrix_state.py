@@ -18,7 +18,7 @@ FOREIGN = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
 
 
-def begins(state: Mapping[str, Any], members: Sequence[Member], method: Method[Any], weight: Weight) -> bool:
+def begins(state: Mapping[str, Any], members: Sequence[Member], method: Method, weight: Weight) -> bool:
     """Return True if a weight's state has nothing of the method's, however the weight is split; other keys stay."""
     layout = layout_of_state(members[0], method, weight.group)
     ours = {"step", "lambda_0"}.union(key.partition(".")[0] for key in layout) - {MASTER}
@@ -29,7 +29,7 @@ def misfit(
     weight: Weight,
     members: Sequence[Member],
     state: Mapping[str, Any],
-    method: Method[Any],
+    method: Method,
     optimizer: str,
     live: bool = True,
 ) -> str | None:
@@ -70,7 +70,7 @@ def misfit(
     return None
 
 
-def bad_values(weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method[Any]) -> str | None:
+def bad_values(weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method) -> str | None:
     """Return which values of a loaded state, that fits, a step cannot go on from; None where it can."""
     for member in members:
         begun = torch.tensor(clock(member, state), device="cpu") >= 0

@@ -201,7 +201,7 @@ def state_dtype(group: Group, p: Tensor) -> torch.dtype:
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def layout_of_matrix(member: Member, method: Method[Any], group: Group) -> StateLayout:
+def layout_of_matrix(member: Member, method: Method, group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor of one matrix of a member."""
     stored, arithmetic = state_dtype(group, member.p), compute_dtype(member.p.dtype, state_dtype(group, member.p))
     m, n = member.shape.m, member.shape.n
@@ -212,7 +212,7 @@ def layout_of_matrix(member: Member, method: Method[Any], group: Group) -> State
     return {key: (shape, (bases | vectors).get(key, stored)) for key, shape in shapes.items()}
 
 
-def layout_of_state(member: Member, method: Method[Any], group: Group) -> StateLayout:
+def layout_of_state(member: Member, method: Method, group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor of a member, by its key there; "step" aside."""
     layout = layout_of_matrix(member, method, group)
     if mode_of(group, member.p.dtype) == MASTER:
@@ -222,7 +222,7 @@ def layout_of_state(member: Member, method: Method[Any], group: Group) -> StateL
     return {key + member.suffix: value for key, value in {**layout, "skipped": ((), torch.int64)}.items()}
 
 
-def blank_state(member: Member, method: Method[Any], group: Group) -> dict[str, Any]:
+def blank_state(member: Member, method: Method, group: Group) -> dict[str, Any]:
     """Return the state of a member that has had no gradient: what a bucket would hold of it, and has not to yet.
 
     A master of zeros starts as its weight: where it is not its weight's rounding the weight counts.
