@@ -252,7 +252,7 @@ CASES = [*((*size, kind, again) for size, kind, again in product(SIZES, KINDS, (
 def test_rounding_sends_no_factor_to_householder(cls, m, steps, kind, again, extension_on_cpu, monkeypatch):
     """With ``again`` every gradient is the first one."""
     ops, g = WithExtension(), torch.Generator().manual_seed(0)
-    backend = Backend("torch", ops, TorchIO, host_readable=False, graphs=False)
+    backend = Backend("torch", ops, TorchIO, graphs=False)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *_: backend))
     W = torch.nn.Parameter(torch.zeros(m, m))
     optimizer = cls([W], state_dtype=torch.bfloat16, precondition_frequency=5)

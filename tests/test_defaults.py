@@ -39,7 +39,7 @@ def test_what_stands_in_for_cuda_is_what_it_takes_unasked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     chosen = select(None, torch.device("cuda"), None)
-    assert chosen.name == "triton" and not chosen.host_readable
+    assert chosen.name == "triton" and not chosen.ops.host_readable
     assert precision_of(None, "cuda") == "balanced" and precision_of(None, "cpu") == "faithful"
     defaults = ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert pro_hyper(defaults, 2, 2, torch.float32, torch.device("meta")).ns_dtype == torch.bfloat16  # on no CPU

@@ -26,10 +26,8 @@ class Backend:
 
     name: str
     ops: Algebra
-    """The operations of its steps."""
+    """The operations of its steps; a step reads results on the host where these may."""
     io: Callable[[Sequence[Member], Layout, Rounding], TorchIO]
-    host_readable: bool
-    """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
     graphs: bool
     """True if CUDA graphs can capture its steps."""
     graphs_of_refreshes: bool = True
@@ -44,11 +42,11 @@ memory: nothing that a CUDA graph can capture, and the QR of a refresh in PyTorc
 @cache
 def _torch_backend(host_readable: bool, balanced: bool) -> Backend:
     ops = (torch_pairs.PairedAlgebra if balanced else Algebra)(host_readable)
-    return Backend("torch", ops, TorchIO, host_readable, graphs=False)
+    return Backend("torch", ops, TorchIO, graphs=False)
 
 
-REFERENCE = Backend("reference", Algebra(host_readable=True), TorchIO, host_readable=True, graphs=False)
-"""The specification itself, one matrix at a time."""
+REFERENCE = Backend("reference", Algebra(host_readable=True), TorchIO, graphs=False)
+"""The specification itself, one matrix at a time, which reads results on the host anyway."""
 
 
 @cache
@@ -57,7 +55,7 @@ def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, grap
 
     ops = (triton_ops.PairedTritonAlgebra if balanced else triton_ops.TritonAlgebra)(use_cuda_qr, host_readable)
     io = partial(triton_ops.TritonIO, pairs=balanced)
-    return Backend("triton", ops, io, host_readable, graphs, use_cuda_qr or not MAGMA)
+    return Backend("triton", ops, io, graphs, use_cuda_qr or not MAGMA)
 
 
 @dataclass(frozen=True)

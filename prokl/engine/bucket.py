@@ -247,7 +247,7 @@ class Bucket:
         may_step = finite if self.group["clip_threshold"] is None else usable
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
         moving, unknown = plan.stepping, True
-        if self.backend.host_readable or plan.initialising:
+        if self.backend.ops.host_readable or plan.initialising:
             moves, begins = torch.stack([may_step, usable]).tolist()
             moving, unknown = moving if all(moves) else tuple([b for b in moving if moves[b]]), False
             if plan.initialising and (rows := [b for b in plan.initialising if begins[b]]):
@@ -336,7 +336,7 @@ class Bucket:
         active = may_step if some is None else some.mask if may_step is None else some.mask & may_step
         direction, new, evident = self.method.step(self.backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
-        if evident is not None and self.backend.host_readable and bool(evident.all()):
+        if evident is not None and self.backend.ops.host_readable and bool(evident.all()):
             evident = None
         moves = () if active is None else (active,)
         self._store(new, moves if evident is None else (*moves, evident), moves)
@@ -350,7 +350,7 @@ class Bucket:
             part = self.method.refresh(self.backend.ops, {key: value[some.indices] for key, value in state.items()})
             new = {key: state[key].to(value.dtype).index_copy(0, some.indices, value) for key, value in part.items()}
         masks: tuple[Tensor, ...] = (finite,) if some is None else (finite, some.mask)
-        if some is None and self.backend.host_readable and bool(finite.all()):
+        if some is None and self.backend.ops.host_readable and bool(finite.all()):
             masks = ()
         self._store(new, masks, masks)
 
