@@ -14,7 +14,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
@@ -41,8 +41,7 @@ KEPT = 32
 """Sets of rows that a bucket keeps on the device: clocks that drifted apart make ever new ones."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The host's decisions about one step of a bucket; equal plans do the same work on the device.
 
     Attributes:
@@ -56,9 +55,6 @@ class Plan:
     initialising: tuple[int, ...]
     stepping: tuple[int, ...]
     refreshing: tuple[int, ...]
-
-    def __hash__(self) -> int:  # a graph's key; lengths hash quicker than all rows
-        return hash((self.initialising, len(self.stepping), len(self.refreshing)))
 
     @property
     def steady(self) -> bool:
