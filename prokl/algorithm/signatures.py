@@ -8,12 +8,11 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from prokl.algorithm.settings import PRO_ADVANCED, SYNONYMS
+from prokl.algorithm.settings import COMMON_BOUNDS, PRO_ADVANCED, PRO_BOUNDS, SYNONYMS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-CONSTRUCTOR = {"momentum", "beta2", "alpha_kl", "precondition_frequency", "variant", "state_dtype", "bf16_weights"}
-CONSTRUCTOR |= {"backend", "maximize", "adjust_lr_fn", "process_group", *PRO_ADVANCED}
+CONSTRUCTOR = {*COMMON_BOUNDS, *PRO_BOUNDS, *PRO_ADVANCED, "process_group"} - {"lr", "weight_decay", "rank"}
 """Arguments of a constructor that ``param_groups`` does not take."""
 PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
 PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
