@@ -80,10 +80,7 @@ class PointerTable:
             # Plain memory in one dtype: the optimizer has checked it, and Member.gradient makes it so.
             pointer = step = row = column = 0
             if t is not None:
-                if t.ndim != 3 or len(t) != count or t.device != self.table.device:
-                    raise ValueError(
-                        f"got {tuple(t.shape)} on {t.device}; must be ({count}, m, n) on {self.table.device}."
-                    )
+                assert t.ndim == 3 and len(t) == count and t.device == self.table.device, (t.shape, count, t.device)
                 pointer, (step, row, column) = t.data_ptr(), t.stride()
                 step *= t.element_size()
             pointers.extend(pointer + step * c for c in range(count))
