@@ -134,10 +134,8 @@ class Graphs:
         # its tables; and the stream, whose graphs share their memory.
         device = bucket.layout.device
         stream = torch.cuda.current_stream(device)
-        replays, key = (
-            self.replays.setdefault(bucket, {}),
-            (plan, bucket.h, bucket.group["maximize"], bucket.io, stream),
-        )
+        replays = self.replays.setdefault(bucket, {})
+        key = (plan, bucket.h, bucket.group["maximize"], bucket.io, stream)
         if key not in replays:
             bucket.execute(plan)
             replays[key] = None
