@@ -146,14 +146,12 @@ def check_options(group: Group, index: int) -> None:
             raise ValueError(f"Invalid capturable=True: {name} is on {p.device}, without CUDA graphs. Set it back.")
 
 
-def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Move AdamW's state, which may have been offloaded, to where AdamW keeps it, in place."""
-    for p in group["params"]:
-        entry = state.get(p) or {}
-        for key in ("step", *MOMENTS, MAXIMUM) if may_move(p) and p.device.type != "meta" else ():
-            value, home = entry.get(key), _device_of_steps(p, group) if key == "step" else p.device
-            if isinstance(value, Tensor) and value.device not in (home, torch.device("meta")):
-                entry[key] = value.to(home)
+def bring_home(weight: Weight, state: dict[str, Any]) -> None:
+    """Move AdamW's state of a weight, which may have been offloaded, to where AdamW keeps it, in place."""
+    for key in ("step", *MOMENTS, MAXIMUM):
+        home, value = _device_of_steps(weight.p, weight.group) if key == "step" else weight.p.device, state.get(key)
+        if isinstance(value, Tensor) and value.device not in (home, torch.device("meta")):
+            state[key] = value.to(home)
 
 
 def count_in_tensor(step: Any, weight: Weight) -> Any:

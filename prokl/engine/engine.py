@@ -227,16 +227,13 @@ class Engine:
         for weight in weights:
             check_weight(weight)
             check_gradient(weight)
-        for index, group in enumerate(self.groups):
-            if group["algorithm"] == "adamw":
-                adamw.check_options(group, index)
-                adamw.bring_home(group, self.state)
         for weight in weights:
-            state = self.state.get(weight.p, {})
+            state, reason = self.state.get(weight.p, {}), None
             if weight.matrix:
                 reason = matrix_state.misfit(weight, self.members(weight), state, self.method, self.title)
-            else:
-                reason = adamw.misfit(weight, state) if may_move(weight.p) else None
+            elif may_move(weight.p):
+                adamw.bring_home(weight, state)
+                reason = adamw.misfit(weight, state)
             if reason is not None:
                 raise ValueError(
                     f"The state of {reason}. Set it back, or remove the state, optimizer.state.pop(p), to begin anew."
@@ -310,6 +307,7 @@ class Engine:
             self.method.check(group)
         else:
             check_adamw(group)
+            adamw.check_options(group, index)
 
     def inherit(self, weights: Collection[Weight]) -> None:
         """Let weights that have state go on with what is known of it, and forget those that have none.
@@ -337,9 +335,7 @@ class Engine:
         if group["algorithm"] == "adamw":
             for key in self.defaults.keys() - adamw.ARGUMENTS - {"algorithm"}:  # which one call may give all groups
                 group.pop(key, None)
-            adamw.check_options(group, index)
-        else:
-            self.method.check(group)
+        self.check_group(index)
         for weight in weights_of([group], index):
             check_weight(weight)
             if weight.matrix:
