@@ -117,7 +117,7 @@ class ProHyper(Hyper):
 
 def hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Hyper:
     """Read KL-Shampoo's settings, whose momentum is an EMA; see :meth:`prokl.algorithm.method.Method.hyper`."""
-    return Hyper(**_shared(group, (1.0 - plain(group["momentum"]), 0.0, 1.0)))
+    return Hyper(**_shared(group, (1.0 - group["momentum"], 0.0, 1.0)))
 
 
 def pro_hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> ProHyper:
@@ -128,14 +128,14 @@ def pro_hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.de
     (docs/experiments.md). Newton-Schulz is in bfloat16 as Muon's, with float64 weights in float64, and in float32 on a
     device without instructions for bfloat16.
     """
-    variant, alpha_kl, ns_dtype, momentum = (plain(group[k]) for k in ("variant", "alpha_kl", "ns_dtype", "momentum"))
+    variant, alpha_kl, ns_dtype, momentum = (group[k] for k in ("variant", "alpha_kl", "ns_dtype", "momentum"))
     shared = _shared(group, (1.0, 1.0, momentum))
     if variant == "smok-hop":
         shared, alpha_kl = _shared(group, (1.0 - momentum, 0.0, 1.0)), 1.0
     if shared["adjust_lr_fn"] != "original" and variant in POLAR_VARIANTS:
         shared["direction_scale"] = ADAMW_RMS * math.sqrt(n)  # of a root mean square of 1/sqrt(n); torch.optim.Muon's
     if alpha_kl == "auto":
-        low, high = alpha_kl_bracket(m, n, effective_rank(plain(group["rank"]), m, n))
+        low, high = alpha_kl_bracket(m, n, effective_rank(group["rank"], m, n))
         alpha_kl = math.sqrt(low * high)
     if ns_dtype is None:
         if device.type == "cuda":
@@ -143,7 +143,7 @@ def pro_hyper(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.de
         else:
             has_bfloat16 = device.type != "cpu" or cpu_has_bfloat16()
         ns_dtype = torch.float64 if dtype == torch.float64 else torch.bfloat16 if has_bfloat16 else torch.float32
-    polynomials = each(plain(group["ns_coefficients"]), plain(group["ns_steps"]))
+    polynomials = each(group["ns_coefficients"], group["ns_steps"])
     return ProHyper(**shared, alpha_kl=alpha_kl, polynomials=polynomials, ns_dtype=ns_dtype, variant=variant)
 
 
@@ -154,7 +154,7 @@ def _shared(group: Group, weights: tuple[float, float, float]) -> dict[str, Any]
     "match_rms_adamw" brings to AdamW's.
     """
     derived = {"gradient_weights", "gain", "direction_scale"}
-    given = {field.name: plain(group[field.name]) for field in fields(Hyper) if field.name not in derived}
+    given = {field.name: group[field.name] for field in fields(Hyper) if field.name not in derived}
     (g, a, b), momentum = weights, given["momentum"]
     rms = math.hypot(a + b * g, b * g * momentum / math.sqrt(1 - momentum**2))
     scale = 1.0 if given["adjust_lr_fn"] == "original" else ADAMW_RMS / rms

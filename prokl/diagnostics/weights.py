@@ -17,7 +17,7 @@ from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.io import Member, in_float32
 from prokl.engine.engine import Engine
-from prokl.engine.weights import Weight, clock, may_move, runs, state_dtype, weights_of
+from prokl.engine.weights import Weight, clock, may_move, plain_group, runs, state_dtype, weights_of
 from prokl.matrix_optimizer import MatrixOptimizer
 
 
@@ -82,7 +82,7 @@ def batches(engine: Engine, model: nn.Module | None) -> Iterator[Batch]:
             key = (weight.group_index, *engine.shape(weight.group, member))
             alike.setdefault(key, []).append(replace(member, name=name + member.suffix))
     for (index, m, n, rank, dtype, device), members in alike.items():
-        group = engine.groups[index]
+        group = plain_group(engine.groups[index], engine.defaults)  # it may have been edited since the last step
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
         keys = engine.method.state_shapes(m, n, rank, group).keys()
         each = engine.method.workspace(m, n, rank) * arithmetic.itemsize

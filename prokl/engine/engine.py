@@ -21,7 +21,6 @@ from prokl.algorithm.settings import (
     RATE,
     check,
     check_adamw,
-    plain,
 )
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import SecondStream, workspace
@@ -242,7 +241,7 @@ class Engine:
         placed: dict[BucketKey, list[tuple[Member, Weight]]] = {}
         self._waiting = []
         per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
-        alike = [tuple(plain(g.get(key)) for key in self.defaults if key not in per_member) for g in self.groups]
+        alike = [tuple(g.get(key) for key in self.defaults if key not in per_member) for g in self.groups]
         for weight in weights:
             if not weight.matrix:
                 adamw.begin(weight.p, weight.group, self.state)
