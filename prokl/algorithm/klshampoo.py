@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm import reference, reference_kl
+from prokl.algorithm import reference_kl
 from prokl.algorithm.algebra import Algebra, Direction
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, Sizes, clip_decision, clipped_ema, in_range, norm
 from prokl.algorithm.initial import initialise_kl
@@ -98,7 +98,6 @@ class KLShampooMethod:
     refresh = staticmethod(refresh)
     whitened_size = staticmethod(whitened_size)
     reference_step = staticmethod(reference_kl.step)
-    reference_refresh = staticmethod(reference.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return 0: both factors are whole."""

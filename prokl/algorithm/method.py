@@ -73,6 +73,3 @@ class Method(Protocol):
         self, W: Tensor, G: Tensor, state: State, h: Any, *, aspect_scale: float, stored: torch.dtype
     ) -> tuple[Tensor, State]:
         """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
-
-    def reference_refresh(self, state: State) -> State:
-        """Return what the specification's refresh changes, for one matrix."""

@@ -119,7 +119,6 @@ class ProKLShampooMethod:
     refresh = staticmethod(refresh)
     whitened_size = staticmethod(whitened_size)
     reference_step = staticmethod(reference.step)
-    reference_refresh = staticmethod(reference.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return min(rank, m, n - 1)."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
-from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates
+from prokl.algorithm.reference import in_eigenbases, in_weight_coordinates, refresh_eigenbases
 from prokl.engine.bucket import Bucket
 
 
 class SpecifiedBucket(Bucket):
-    """A :class:`Bucket` whose algorithm is the method's ``reference_step``."""
+    """A :class:`Bucket` whose algorithm is the method's ``reference_step``, and the refresh that all methods share."""
 
     def _step(self, G: Tensor, moving: tuple[int, ...], may_step: Tensor | None) -> None:
         state, some, moved = self._arithmetic(), self.rows(moving), set(moving)
@@ -55,7 +55,7 @@ class SpecifiedBucket(Bucket):
             bases = {key: Q for key, Q in own.items() if key in ("Q_L", "Q_R")}
             eyes = {key: torch.eye(len(Q), dtype=Q.dtype, device=Q.device) for key, Q in bases.items()}
             here = in_weight_coordinates(own | eyes)
-            new = in_eigenbases(here | self.method.reference_refresh(here))
+            new = in_eigenbases(here | refresh_eigenbases(here))
             for key, Q in bases.items():
                 turned = Q @ new[key]
                 new[key] = 1.5 * turned - 0.5 * turned @ (turned.mT @ turned)
