@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.micro.case import Inputs, Sizes, tensors
 from prokl.algorithm import evidence
-from prokl.algorithm.types import Admitted, Roots
+from prokl.algorithm.evidence import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.kernels import (

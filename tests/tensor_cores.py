@@ -2,8 +2,7 @@
 
 import torch
 
-from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.types import Projected
+from prokl.algorithm.algebra import Algebra, Projected
 from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.pair import Pair, parts
 

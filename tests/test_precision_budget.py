@@ -21,7 +21,7 @@ from torch import Tensor
 import prokl
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.reference import in_eigenbases
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import State
 from prokl.backends.torch_pairs import PairedAlgebra
 from tests.problems import relative
 

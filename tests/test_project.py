@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 
 from bench.micro.case import Sizes
 from bench.micro.states import H
-from prokl.algorithm.types import Admitted, Roots
+from prokl.algorithm.evidence import Admitted, Roots
 from prokl.kernels import launch, operands
 from prokl.kernels.project import TILES, TILES_PAIR, choose_tile, project
 from prokl.pair import Pair

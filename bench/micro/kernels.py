@@ -27,10 +27,10 @@ from bench.micro.case import (
 )
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H, basis, settings
-from prokl.algorithm.algebra import Algebra, Direction
+from prokl.algorithm.algebra import Algebra, Direction, Factor, Projected
+from prokl.algorithm.evidence import Admitted, Roots
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
-from prokl.algorithm.types import Admitted, Factor, Projected, Roots
 from prokl.kernels import admit, momentum, product, project, split, triangle, turn, weigh
 from prokl.pair import Operand, Pair, parts
 

@@ -16,7 +16,7 @@ from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.reference import in_eigenbases
 from prokl.algorithm.settings import ProHyper, hyper, pro_hyper
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import State
 
 OPTIMIZER = ProKLShampoo([torch.zeros(2, 2)], 1e-3, 0.1, 0.95, beta2=0.95, alpha_kl=0.01)
 NS_STEPS, NS_COEFFICIENTS = OPTIMIZER.defaults["ns_steps"], OPTIMIZER.defaults["ns_coefficients"]

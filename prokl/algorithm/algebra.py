@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, qr
+from prokl.algorithm.evidence import Admitted
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
-from prokl.algorithm.shapes import widest
-from prokl.algorithm.types import Admitted, Factor, Projected, Scale, State
+from prokl.algorithm.shapes import State, widest
+
+Scale = float | Tensor
+"""A number, or one for each matrix (B,)."""
+Factor = Any
+"""A matrix as the products of a backend take it: a tensor, or what the backend has made of one. It has an ``mT``."""
 
 PANEL, PANELS = 64, 8
 """Least rows, and most number, of the panels of a symmetric product that are computed, up to the diagonal: on a CPU,
@@ -36,6 +41,21 @@ def add_to_diagonal(D: Tensor, shift: float) -> Tensor:
     diagonal = D.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(diagonal.to(torch.promote_types(D.dtype, torch.float32)) + shift)
     return D
+
+
+class Projected(NamedTuple):
+    """A gradient and its momentum on the subspace."""
+
+    G: Tensor
+    """G~ = G U (B,m,r)."""
+    M: Tensor
+    """M~ = M U (B,m,r)."""
+    A: Tensor
+    """G~ Q_S (B,m,r)."""
+    B: Tensor
+    """M~ Q_S (B,m,r)."""
+    factor: Factor
+    """G~ as products take it."""
 
 
 @dataclass(frozen=True)

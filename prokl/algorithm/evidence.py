@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import ceiling, ceiling_factor, widest
-from prokl.algorithm.types import Admitted, Roots, State
+from prokl.algorithm.shapes import State, ceiling, ceiling_factor, widest
 
 UNITS = 100.0
 """Largest lambda_0 in units of a gradient's root mean square: below that the ceilings, at least 10 a side, act on it
@@ -57,6 +56,17 @@ Sizes = tuple[Tensor, Tensor, Tensor]
 direction of the short side's factor (B,m) and of the long side's (B,k), and the overall one (B,) that decides."""
 
 
+class Roots(NamedTuple):
+    """Inverse square roots of the eigenvalues that Pro-KLShampoo keeps."""
+
+    L: Tensor
+    """Those of lambda_L (B,m)."""
+    S: Tensor
+    """Those of lambda_S (B,r)."""
+    mu: Tensor
+    """Inverse root of mu_perp (B,)."""
+
+
 class ClipDecision(NamedTuple):
     """The decision about one gradient a matrix."""
 
@@ -72,6 +82,30 @@ class ClipDecision(NamedTuple):
     """(B,) bool: whether something is below 1."""
     changed: State
     """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"."""
+
+
+class Admitted(NamedTuple):
+    """The bound on one gradient a matrix, and the eigenvalues after it."""
+
+    scale: Tensor | None
+    """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by; None for 1 without a bound."""
+    used: Roots
+    """Damped inverse roots before the step, as the direction takes them."""
+    s: Roots
+    """Undamped, clipped inverse roots after it: the new state."""
+    c_L: Tensor
+    """c times the new damped inverse roots of L (B,m), for the factors' EMAs and the tracking."""
+    c_S: Tensor
+    """c times those of S (B,r)."""
+    weight_L: Tensor
+    """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
+    changed: State
+    """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"; empty without a bound."""
+    bounded: Tensor | None
+    """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
+    evident: Tensor | None
+    """(B,) bool: where False, all but ALWAYS_MOVE of the state stays, as the gradient's size is not finite or a new
+    inverse root leaves what the state holds. None for True."""
 
 
 def norm(t: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from prokl.algorithm.directions import singular_directions
 from prokl.algorithm.settings import InitEigenvalue
-from prokl.algorithm.shapes import ceiling, widest
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import State, ceiling, widest
 
 ORTHONORMAL = 0.02
 """Largest distance of Q^T Q from I, in root mean square a column: bfloat16 leaves up to 0.004 in that of U. Within it

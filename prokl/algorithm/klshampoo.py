@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import reference_kl
-from prokl.algorithm.algebra import Algebra, Direction
+from prokl.algorithm.algebra import Algebra, Direction, Factor
 from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, Sizes, clip_decision, clipped_ema, in_range, norm
 from prokl.algorithm.initial import initialise_kl
 from prokl.algorithm.settings import Group, Hyper, check_common, hyper
-from prokl.algorithm.shapes import ceiling, ceiling_factor
-from prokl.algorithm.types import Factor, State
+from prokl.algorithm.shapes import State, ceiling, ceiling_factor
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:

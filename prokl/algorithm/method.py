@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra, Direction
+from prokl.algorithm.algebra import Algebra, Direction, Factor
 from prokl.algorithm.settings import Group as Group
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.types import Factor, State
+from prokl.algorithm.shapes import State
 
 
 class Method(Protocol):

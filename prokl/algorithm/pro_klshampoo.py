@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference
-from prokl.algorithm.algebra import Algebra, Direction
+from prokl.algorithm.algebra import Algebra, Direction, Factor
 from prokl.algorithm.initial import initialise
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Group, ProHyper, check_pro, pro_hyper
-from prokl.algorithm.shapes import effective_rank
-from prokl.algorithm.types import Factor, State
+from prokl.algorithm.shapes import State, effective_rank
 
 
 def step(

@@ -21,8 +21,7 @@ from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, UNITS
 from prokl.algorithm.polynomials import Polynomial
 from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
-from prokl.algorithm.shapes import ceiling, ceiling_factor
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import State, ceiling, ceiling_factor
 
 
 def in_weight_coordinates(state: State) -> State:

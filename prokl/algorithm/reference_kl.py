@@ -12,8 +12,7 @@ from torch import Tensor
 
 from prokl.algorithm.reference import admit, bounded, decayed, eigenvalue_ema, tempered
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import ceiling, ceiling_factor
-from prokl.algorithm.types import State
+from prokl.algorithm.shapes import State, ceiling, ceiling_factor
 
 
 def whitened_sizes(G: Tensor, state: State) -> tuple[Tensor, Tensor, float]:

@@ -24,7 +24,11 @@ def ceiling(dim: int) -> float:
     return float(max(10, min(dim, 4000)))
 
 
-def ceiling_factor(state: dict[str, Tensor]) -> Tensor:
+State = dict[str, Tensor]
+"""Stacked state of B matrices, by the keys of ``optimizer.state``."""
+
+
+def ceiling_factor(state: State) -> Tensor:
     """Return the factor of a state's ceilings (B,): 1 for an absolute start value, ``lambda_0**-0.5`` for "auto"."""
     s = state["inv_sqrt_lambda_L"]
     return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(s[..., 0])

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.types import Factor
+from prokl.algorithm.algebra import Algebra, Factor
 from prokl.backends import extension
 from prokl.backends.device import MOST_MATRICES
 

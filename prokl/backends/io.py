@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Direction
+from prokl.algorithm.algebra import Direction, Factor
 from prokl.algorithm.shapes import MatrixShape, widest
-from prokl.algorithm.types import Factor
 from prokl.backends.rounding import Rounding
 from prokl.pair import Pair
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra, per_matrix
+from prokl.algorithm.algebra import Algebra, Factor, Scale, per_matrix
+from prokl.algorithm.evidence import Admitted
 from prokl.algorithm.settings import ProHyper
-from prokl.algorithm.types import Admitted, Factor, Scale
 from prokl.pair import RESIDUAL, Operand, Pair, parts
 
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra, Direction
-from prokl.algorithm.evidence import UNITS
+from prokl.algorithm.algebra import Algebra, Direction, Factor, Projected, Scale
+from prokl.algorithm.evidence import UNITS, Admitted, Roots
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
-from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.types import Admitted, Factor, Projected, Roots, Scale, State
+from prokl.algorithm.shapes import State, ceiling
 from prokl.backends import cuda_qr, torch_pairs
 from prokl.backends.device import SecondStream
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot, TorchIO

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import Factor
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.initial import can_go_on
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import plain
-from prokl.algorithm.shapes import compute_dtype, widest
-from prokl.algorithm.types import Factor, State
+from prokl.algorithm.shapes import State, compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.rounding import MASTER, Rounding, mode_of
