@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra, Direction, Factor
-from prokl.algorithm.settings import Group as Group
-from prokl.algorithm.settings import Hyper
+from prokl.algorithm.settings import Group, Hyper
 from prokl.algorithm.shapes import State
 
 

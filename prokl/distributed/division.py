@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
+from prokl.algorithm.method import Method
 from prokl.algorithm.newton_schulz import gram_runs, use_gram
 from prokl.algorithm.polynomials import each
-from prokl.algorithm.settings import plain
+from prokl.algorithm.settings import Group, plain
 from prokl.backends.io import Member
 from prokl.distributed import state as states
 from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from prokl.algorithm.method import Group
-from prokl.algorithm.settings import plain
+from prokl.algorithm.settings import Group, plain
 from prokl.backends.device import is_host_readable
 from prokl.engine.validation import PLAIN, lies_otherwise, why_not_plain_memory
 from prokl.engine.weights import Weight, may_move, named

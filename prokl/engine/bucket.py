@@ -25,8 +25,8 @@ from torch import Tensor
 from prokl.algorithm.algebra import Factor
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.initial import can_go_on
-from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import plain
+from prokl.algorithm.method import Method
+from prokl.algorithm.settings import Group, plain
 from prokl.algorithm.shapes import State, compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import Layout, Member, Rates, Slot, TorchIO

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
+from prokl.algorithm.method import Method
 from prokl.algorithm.names import unwrapped_name
-from prokl.algorithm.settings import check_adamw, clone_if_tensor, plain
+from prokl.algorithm.settings import Group, check_adamw, clone_if_tensor, plain
 from prokl.engine import adamw, matrix_state
 from prokl.engine.validation import check_names
 from prokl.engine.weights import DEFAULTS, check_reading, clock, plain_group, state_dtype, stored_clock, weights_of

@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import (
-    ALGORITHM,
-    NONNEGATIVE,
-    RATE,
-    check,
-    check_adamw,
-)
+from prokl.algorithm.method import Method
+from prokl.algorithm.settings import ALGORITHM, NONNEGATIVE, RATE, Group, check, check_adamw
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.algorithm.method import Group
-from prokl.algorithm.settings import SYNONYMS
+from prokl.algorithm.settings import SYNONYMS, Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.engine.weights import FLATTENED, Weight, check_reading, may_move, named, weights_of
 

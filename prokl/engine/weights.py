@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import plain
+from prokl.algorithm.method import Method
+from prokl.algorithm.settings import Group, plain
 from prokl.algorithm.shapes import MatrixShape, Split, compute_dtype
 from prokl.backends.device import MOST_MATRICES
 from prokl.backends.io import Member
