@@ -56,11 +56,16 @@ def is_host_readable(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy ``values`` to ``device`` as a 1-D tensor without waiting for it: from pinned memory."""
+def send(to: Tensor, values: Sequence[Any]) -> Tensor:
+    """Copy ``values`` into a tensor, on the current stream, without waiting for a GPU: from pinned memory."""
     # The pinned block is not given out again before the copy from it has run: torch's host allocator sees to that.
-    here = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return here.to(device, non_blocking=True)
+    cuda = to.device.type == "cuda"
+    return to.copy_(torch.tensor(values, dtype=to.dtype, device="cpu", pin_memory=cuda), non_blocking=cuda)
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy ``values`` to ``device`` as a 1-D tensor; see :func:`send`."""
+    return send(torch.empty(len(values), dtype=dtype, device=device), values)
 
 
 class SecondStream(AbstractContextManager[None]):

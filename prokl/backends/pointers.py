@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.backends.device import send
+
 
 def _lies_in(matrix: Tensor | None, tensor: Tensor) -> bool:
     """Return True if a matrix is a view of a tensor."""
@@ -53,7 +55,7 @@ class PointerTable:
         starts = [t.data_ptr() for t in tensors]
         if starts != self._starts:
             pointers = [starts[i] + offset for i, offset in self._within]
-            _send(self.table[0], pointers)
+            send(self.table[0], pointers)
             self._held, self._starts = [pointers, *self._held[1:]], starts
         return True
 
@@ -88,7 +90,7 @@ class PointerTable:
             column_strides.extend([column] * count)
         rows = [pointers, row_strides, column_strides]
         if rows != self._held:
-            _send(self.table, rows)
+            send(self.table, rows)
             self._held = rows
         if tensors and all(map(_lies_in, matrices, tensors)):
             self._forms, self._starts = forms, [t.data_ptr() for t in tensors]
@@ -126,7 +128,7 @@ class RateTable:
                 self.table.fill_(numbers[0])  # the value travels in the launch: no copy from the host
             else:
                 starts = [0, *ends]
-                _send(self.table, [x for (x, end), start in zip(held, starts, strict=False) for _ in range(start, end)])
+                send(self.table, [x for (x, end), start in zip(held, starts, strict=False) for _ in range(start, end)])
             self._held = held
         for value, read, start, end in zip(values, there, [0, *ends], ends, strict=False):
             if read and isinstance(value, Tensor):
@@ -135,10 +137,3 @@ class RateTable:
 
 def _on_device(value: float | Tensor) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
-def _send(to: Tensor, values: list[Any]) -> None:
-    """Copy values of the host into a tensor, on the current stream."""
-    cuda = to.device.type == "cuda"
-    # torch's host allocator does not give a pinned block out again before the copy from it has run.
-    to.copy_(torch.tensor(values, dtype=to.dtype, device="cpu", pin_memory=cuda), non_blocking=cuda)
