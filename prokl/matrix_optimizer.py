@@ -26,11 +26,10 @@ from prokl.distributed.division import Division
 from prokl.distributed.ownership import check_placements
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
-from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
 from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d
-from prokl.engine.weights import DEFAULTS, named, plain_group
+from prokl.engine.weights import DEFAULTS, is_dtensor, named, plain_group
 
 PATIENCE = 10
 """Steps without a gradient of any weight, after which a warning says that nothing trains."""
@@ -118,7 +117,7 @@ class MatrixOptimizer(Optimizer):
             self._outer.check_new(index)
             for p, name in named(self.param_groups[index], index):
                 if is_dtensor(p):
-                    check_placements(name, p.placements)  # type: ignore[attr-defined]
+                    check_placements(name, p.placements)
             if not self._adding:
                 check_names(self.param_groups)
             if message := like_conv1d(self.param_groups[index:], index):

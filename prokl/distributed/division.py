@@ -25,11 +25,11 @@ from prokl.distributed import state as states
 from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
 from prokl.distributed.team import Lines, Team, agree, compare, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
-from prokl.distributed.weights import LocalWeight, is_dtensor
+from prokl.distributed.weights import LocalWeight
 from prokl.engine import checkpoint
 from prokl.engine.engine import Engine
 from prokl.engine.validation import check_gradient
-from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weights_of
+from prokl.engine.weights import DEFAULTS, Weight, check_reading, is_dtensor, may_move, weights_of
 
 
 class Division:
@@ -113,7 +113,7 @@ class Division:
         self.waves, self.adamw = waves_of(matrices), Wave(of_adamw)
 
     def _team(self, p: Tensor) -> Team | None:
-        return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
+        return team_of(p.device_mesh, self.teams) if is_dtensor(p) else self.of_plain
 
     def _with_owners(
         self, all_weights: Sequence[Weight], method: Method
@@ -131,7 +131,7 @@ class Division:
                     continue
                 held = [whole_block(p.shape)] * team.size
                 if is_dtensor(p):
-                    mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
+                    mesh, placements = p.device_mesh, tuple(p.placements)
                     check_placements(one.name, placements)
                     found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
                     by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from prokl.algorithm.method import Method
 from prokl.distributed.ownership import Part
-from prokl.distributed.weights import LocalWeight, is_dtensor
+from prokl.distributed.weights import LocalWeight
 from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import unwrapped
-from prokl.engine.weights import StateLayout, Weight, layout_of_state, weights_of
+from prokl.engine.weights import StateLayout, Weight, is_dtensor, layout_of_state, weights_of
 
 
 def layout_of_weight(one: Weight, method: Method) -> StateLayout:

@@ -16,18 +16,13 @@ from torch import Tensor, nn
 from prokl.algorithm.shapes import MatrixShape
 from prokl.distributed.ownership import Block, Part, holders, whole_block
 from prokl.distributed.team import ALONE, Team
-from prokl.engine.weights import may_move
-
-
-def is_dtensor(t: Any) -> bool:
-    """Return True for a DTensor, or its class, without importing it."""
-    return hasattr(t, "device_mesh")
+from prokl.engine.weights import is_dtensor, may_move
 
 
 def local(t: Tensor) -> Tensor:
     """Return what of a tensor is on this rank, in its own memory."""
     there: Tensor = t.detach()
-    mine: Tensor = there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
+    mine: Tensor = there._local_tensor if is_dtensor(there) else there
     return mine.trigger_wait() if hasattr(mine, "trigger_wait") else mine  # still on its way, in nobody's memory
 
 
@@ -129,8 +124,8 @@ class LocalWeight:
     def fill_stand_in(self) -> None:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
         stand_in, p, g = self.stand_in, self.p, self.p.grad
-        if g is not None and is_dtensor(p) and g.placements != p.placements:  # type: ignore[attr-defined]
-            g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]  # by all ranks of its mesh
+        if is_dtensor(g) and is_dtensor(p) and g.placements != p.placements:
+            g = g.redistribute(p.device_mesh, p.placements)  # by all ranks of its mesh
         if g is not None:
             self.gradient = local(g).to(p.dtype) if self.sharded else local(g)
         if stand_in is None or stand_in is p:

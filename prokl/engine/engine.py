@@ -31,6 +31,7 @@ from prokl.engine.weights import (
     Weight,
     blank_state,
     clock,
+    is_dtensor,
     may_move,
     plain_group,
     runs,
@@ -211,7 +212,7 @@ class Engine:
             self.check_group(index)
         self.adamw.groups = [group for group in self.groups if group["algorithm"] == "adamw"]
         weights = [*weights_of(self.groups)]
-        if any(hasattr(weight.p, "device_mesh") for weight in weights):
+        if any(is_dtensor(weight.p) for weight in weights):
             raise Sharded
         for weight in weights:
             if not isinstance(self.state.get(weight.p, {}), dict):

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.settings import SYNONYMS, Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.engine.weights import FLATTENED, Weight, check_reading, may_move, named, weights_of
+from prokl.engine.weights import FLATTENED, Weight, check_reading, is_dtensor, may_move, named, weights_of
 
 ADAMW_GROUP = '{"params": [...], "algorithm": "adamw", "lr": ...}'
 KERNEL_WIDTHS = (3, 5, 7, 9)
@@ -137,7 +137,7 @@ def check_weight(weight: Weight) -> None:
         check_reading(weight)
     # AdamW knows what to do with wrappers, and a division with DTensors, whose parts are looked at.
     wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    wrapped = hasattr(p, "device_mesh") or (wrapper and not weight.matrix)
+    wrapped = is_dtensor(p) or (wrapper and not weight.matrix)
     if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
         raise ValueError(
             f"{name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "

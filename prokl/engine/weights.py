@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from prokl.algorithm.shapes import MatrixShape, Split, compute_dtype
 from prokl.backends.device import MOST_MATRICES
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DEFAULTS = {"transposed": False, "split": None}
 """Default settings of a matrix group that say how its weights are stored."""
@@ -36,6 +39,11 @@ def plain_group(group: Group, settings: Collection[str]) -> Group:
         if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple):
             found[key] = list(found[key])
     return found
+
+
+def is_dtensor(t: Any) -> TypeGuard[DTensor]:
+    """Return True for a DTensor, or its class, without importing it, which takes a second."""
+    return hasattr(t, "device_mesh")
 
 
 def may_move(p: Tensor) -> bool:
