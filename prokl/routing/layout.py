@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
 from prokl.algorithm.settings import FLAG, check, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
-from prokl.routing.owners import Owner
+from prokl.routing.owners import Owner, read
 from prokl.routing.routes import Route
 from prokl.routing.rules import first_match, quoted
 
@@ -337,19 +337,12 @@ def _holders(o: Owner) -> Sequence[nn.Module]:
 
 def _first(modules: Sequence[nn.Module], names: Sequence[str]) -> int | None:
     """Return the first positive integer that a module, or its ``config``, has under one of these names."""
-    for source in (source for module in modules for source in (module, _read(module, "config"))):
+    for source in (source for module in modules for source in (module, read(module, "config"))):
         for name in names:
-            value = plain(_read(source, name))
+            value = plain(read(source, name))
             if type(value) is int and value > 0:
                 return value
     return None
-
-
-def _read(source: Any, name: str) -> Any:
-    try:
-        return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-    except Exception:  # the model's own code
-        return None
 
 
 def _rows_beside(o: Owner, role: str, transposed: bool) -> int | None:
@@ -358,7 +351,7 @@ def _rows_beside(o: Owner, role: str, transposed: bool) -> int | None:
     for name in (*holder._modules, *holder._parameters):
         named = PROJECTION.fullmatch(name.lower())
         if named is not None and named[1][0] == role:
-            weight = _read(_read(holder, name), "weight") if name in holder._modules else _read(holder, name)
+            weight = read(read(holder, name), "weight") if name in holder._modules else read(holder, name)
             if isinstance(weight, Tensor) and weight.ndim > 1:
                 return weight.shape[-1 if transposed else -2]
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
 from prokl.routing.layout import NAMED_AS_FUSED
-from prokl.routing.owners import Owner, asked
+from prokl.routing.owners import Owner, asked, read
 from prokl.routing.routes import COPY
 from prokl.routing.rules import choose
 
@@ -233,9 +233,6 @@ def _given(o: Owner) -> Sequence[int]:
 
 def _counts(module: nn.Module) -> dict[int, str]:
     """Return the numbers of outputs that a module's ``config`` states, and how to say each."""
-    try:
-        config = getattr(module, "config", None)
-        values = {n: config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in COUNTS}
-    except Exception:  # the model's own code
-        return {}
+    config = read(module, "config")
+    values = {name: read(config, name) for name in COUNTS}
     return {v: f"config.{name} = {v}" for name, v in values.items() if type(v) is int and v > 0}

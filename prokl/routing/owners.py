@@ -148,3 +148,11 @@ def asked(model: nn.Module, method: str) -> Any:
         return ask() if callable(ask) else ()
     except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
         return ()
+
+
+def read(source: Any, name: str) -> Any:
+    """Return what a module, or a configuration, has under a name; None where there is nothing, or it fails."""
+    try:
+        return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    except Exception:  # the model's own code
+        return None
