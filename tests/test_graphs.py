@@ -96,7 +96,7 @@ def recorded(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: replace(select(*asked), graphs=True)))
+    monkeypatch.setattr("prokl.backends.select.select", lambda *asked: replace(select(*asked), graphs=True))
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
     monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device, before=None: object())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM["current"])
@@ -119,7 +119,7 @@ def few_kernels(monkeypatch):
         pytest.skip("kernels run on a CPU in Triton's interpreter alone")
     triton = select("triton", torch.device("cpu"))
     backend = replace(triton, name="few kernels", ops=OfKernelsGradients(False), graphs=True)
-    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
+    monkeypatch.setattr("prokl.backends.select.select", lambda *asked: backend)
 
 
 def train(
@@ -294,8 +294,8 @@ def test_a_bounded_number_of_graphs_keeps_those_in_use(recorded, few_kernels, mo
 
 @pytest.mark.slow
 def test_another_backend_leaves_no_graph_of_old_tables(recorded, few_kernels, monkeypatch):
-    others = [replace(Engine.select("triton", None)) for _ in range(2)]
-    monkeypatch.setattr(Engine, "select", staticmethod(lambda name, *asked: others[name is None]))
+    others = [replace(prokl.backends.select.select("triton", None)) for _ in range(2)]
+    monkeypatch.setattr("prokl.backends.select.select", lambda name, *asked: others[name is None])
     replayed(PRO, setting(backend=lambda t: "triton" if t < 7 or t > 9 else None), steps=13, **ONE)
     assert len(recorded) > 2
 
@@ -340,8 +340,8 @@ def test_a_failed_capture_is_noted_once_and_steps_run_plainly(what, recorded, fe
 
 @pytest.mark.slow
 def test_refreshes_that_no_graph_can_capture_run_plainly(recorded, few_kernels, monkeypatch):
-    backend = replace(Engine.select("triton", None), graphs_of_refreshes=False)
-    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
+    backend = replace(prokl.backends.select.select("triton", None), graphs_of_refreshes=False)
+    monkeypatch.setattr("prokl.backends.select.select", lambda *asked: backend)
     replayed(PRO, **ONE)
     assert len(recorded) == 1
 

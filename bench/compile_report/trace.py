@@ -22,7 +22,6 @@ from prokl.backends.device import GPU_WORKSPACE_DIVISOR
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
-from prokl.engine.engine import Engine
 
 MEMORY = 139 * 2**30  # bytes of an H200
 TORCH = "elementwise"  # the kernel of what PyTorch launches
@@ -91,7 +90,7 @@ def tracing() -> Iterator[list[Event]]:
     with ExitStack() as stack:
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
         stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # none has memory
-        stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
+        stack.enter_context(patch("prokl.backends.select.select", gpu))
         stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // GPU_WORKSPACE_DIVISOR))
         stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda t: 0))
         stack.enter_context(patch.object(Bucket, "_begin_what_was_zeroed", lambda self: None))  # it reads values

@@ -13,7 +13,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import is_
@@ -28,6 +28,7 @@ from prokl.algorithm.initial import can_go_on
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import Group, plain
 from prokl.algorithm.shapes import State, compute_dtype, widest
+from prokl.backends import select
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.rounding import MASTER, Rounding, mode_of
@@ -94,7 +95,6 @@ class Bucket:
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
         method: the matrix method.
         rank: effective rank.
-        select: chooses the backend.
     """
 
     def __init__(
@@ -104,9 +104,8 @@ class Bucket:
         states: Sequence[dict[str, Any]],
         method: Method,
         rank: int,
-        select: Callable[[str | None, torch.device, str | None, torch.dtype], Backend],
     ) -> None:
-        self.method, self.rank, self._select = method, rank, select
+        self.method, self.rank = method, rank
         group = weights[0].group
         self.states, self._made_of = list(states), list(map(_identity, members))
         self.members: list[Member] = []
@@ -154,7 +153,7 @@ class Bucket:
         group = weights[0].group
         asked = group["backend"], group["precision"]
         if asked != self._asked:
-            backend = self._select(asked[0], self.layout.device, asked[1], self.dtype)
+            backend = select.select(asked[0], self.layout.device, asked[1], self.dtype)
             if self._asked is None or backend is not self.backend:
                 self.io, self.backend = backend.io(self.members, self.layout, self.rounding), backend
             self._asked = asked

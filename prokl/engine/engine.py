@@ -17,9 +17,9 @@ from torch import Tensor
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import ALGORITHM, NONNEGATIVE, RATE, Group, check, check_adamw
 from prokl.algorithm.shapes import compute_dtype
+from prokl.backends import select
 from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member
-from prokl.backends.select import select
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, Plan
@@ -58,15 +58,12 @@ class Engine:
         buckets: the layout; none until it is built.
         messages: what was found to warn of since they were last taken.
         first: number of a part's first matrix in its stack, where a weight is part of one.
-        select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
 
     Args:
         method: the matrix method.
         defaults: the settings of a matrix group.
         title: of the optimizer, for errors.
     """
-
-    select = staticmethod(select)
 
     def __init__(self, method: Method, defaults: dict[str, Any], title: str) -> None:
         self.method, self.defaults, self.title = method, defaults, title
@@ -334,7 +331,7 @@ class Engine:
             check_weight(weight)
             if weight.matrix:
                 dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
-                self.select(group["backend"], weight.p.device, group["precision"], dtype)
+                select.select(group["backend"], weight.p.device, group["precision"], dtype)
 
     def members(self, weight: Weight) -> list[Member]:
         """Return the weight as one member, or each piece of ``split`` as one: what has a state of its own."""
@@ -379,7 +376,7 @@ class Engine:
                     bucket.follow(weights)
                 else:
                     try:
-                        bucket = kind(run, weights, states, self.method, rank, self.select)
+                        bucket = kind(run, weights, states, self.method, rank)
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(
                             f"No state for {run[0].name} of shape {tuple(run[0].p.shape)} and {len(run) - 1} more: "
