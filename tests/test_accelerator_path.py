@@ -4,6 +4,7 @@ The path is chosen by ``is_host_readable``; saying no on a CPU runs it here. Wha
 tests/test_bad_gradients.py.
 """
 
+import copy
 import warnings
 from contextlib import nullcontext
 
@@ -12,7 +13,7 @@ import torch
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.engine.adamw import AdamWGroups
-from tests.inputs import INF, NAN, ForbidHostReads, forbid_host_reads, normal, step, weight
+from tests.inputs import INF, NAN, ForbidHostReads, forbid_host_reads, normal, same_bits, step, weight
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, run
 from tests.training import contents, differences
 
@@ -76,6 +77,35 @@ def test_no_host_read_once_every_weight_has_begun(cls, kwargs, no_branching):
         with ForbidHostReads():
             optimizer.step()
     assert all(p.isfinite().all() for p in parameters)
+
+
+def test_an_idle_expert_is_looked_at_in_every_tenth_step(no_branching):
+    """After ten in each; a run that is resumed meanwhile looks when the other does, and another expert steps on."""
+    looks, resumed = [], None
+    for call in range(52):
+        gradient = normal(2, 6, 10, seed=call) * torch.tensor([1.0, call >= 45]).view(2, 1, 1)
+        if call == 0:
+            p = weight(2, 6, 10)
+            optimizer = ProKLShampoo([p], rank=4, **TAU)
+        if call == 23:
+            q = torch.nn.Parameter(p.detach().clone())
+            resumed = ProKLShampoo([q], rank=4, **TAU)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        before = p.detach().clone()
+        p.grad = gradient
+        try:
+            with ForbidHostReads():
+                optimizer.step()
+        except AssertionError:  # nothing has moved yet
+            optimizer.step()
+            looks.append(call)
+        if resumed is not None:
+            step(resumed, [q], [gradient])
+            assert same_bits(p, q) and torch.equal(*(o.state[w]["step"] for o, w in ((optimizer, p), (resumed, q))))
+        moved = (p.detach() != before).flatten(1).any(dim=1).tolist()
+        assert moved == [call > 0, call > 49]
+    assert looks == [*range(10), 19, 29, 39, 49]
+    assert optimizer.state[p]["step"].tolist() == [51, 2]
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -181,6 +181,10 @@ def begin_one_by_one(t, optimizer, gradients):
         x.mul_(t >= i)
 
 
+def begin_an_expert_late(t, optimizer, gradients):
+    gradients[0][1].mul_(t >= 25)
+
+
 def withhold_one(t, optimizer, gradients):
     if t == 5:
         gradients[1] = None
@@ -225,6 +229,7 @@ CHANGES = {
     "weights began one by one and refresh in turn": (
         KL, begin_one_by_one, {"shapes": SHAPES[2:] * 10, "precondition_frequency": 10, "steps": 32}, 10
     ),
+    "an idle expert begins": (PRO, begin_an_expert_late, {"shapes": [STACK], "steps": 40}, 2 + 3),
     "a missing gradient runs plainly and then is recorded anew": (
         PRO, withhold_one, {"steps": 14}, range(2 * BUCKETS + 1, 99)
     ),

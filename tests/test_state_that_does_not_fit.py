@@ -85,7 +85,7 @@ def assert_refused_in_a_file(optimizer, change, says):
 
 # What does not fit wherever it comes from
 
-CLOCKS = (True, -2, 2.0, 2.5, math.nan, "2", None, [2], [1, 2])
+CLOCKS = (True, 2.0, 2.5, math.nan, "2", None, [2], [1, 2])
 EITHER = {
     "shorter": (entry(2, exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\).*\(54,\)"),
     "broadcast": (entry(3, exp_avg_sq=lambda t: t[:1]), r"table has exp_avg_sq of shape \(1, 4\).*\(5, 4\)"),
@@ -96,7 +96,7 @@ EITHER = {
     "no tensor": (entry(2, exp_avg=lambda t: t.tolist()), "bias has no tensor exp_avg"),
     "amsgrad later": (setting(1, amsgrad=True), "bias has no tensor max_exp_avg_sq.*amsgrad"),
     "nothing of a step": (entry(1, step=None, M=None), "odd"),
-    **{f"clock {c!r}": (entry(1, step=lambda _, c=c: c), "odd .*has step=.*an integer of at least -1") for c in CLOCKS},
+    **{f"clock {c!r}": (entry(1, step=lambda _, c=c: c), "odd .*has step=.*an integer") for c in CLOCKS},
 }
 
 
@@ -320,8 +320,8 @@ def test_one_bad_element_of_the_state_is_refused_by_key(cls, key):
                 optimizer.load_state_dict(state)
 
 
-CLOCKS_OF_A_STACK = [3, True, (2, True), (2, -2), (2, 2.5), (2, 2, 2), ("2", "2"), None]
-CLOCKS_OF_A_STACK += [torch.tensor(steps) for steps in ([2.0, 2.0], [True, True], [2, -2], [2, 2, 2], [[2], [2]], 2)]
+CLOCKS_OF_A_STACK = [3, True, (2, True), (2, 2.5), (2, 2, 2), ("2", "2"), None]
+CLOCKS_OF_A_STACK += [torch.tensor(steps) for steps in ([2.0, 2.0], [True, True], [2, 2, 2], [[2], [2]], 2)]
 
 
 def test_a_clock_of_a_stack_that_is_none_is_refused():
@@ -329,7 +329,7 @@ def test_a_clock_of_a_stack_that_is_none_is_refused():
     for clock in CLOCKS_OF_A_STACK:
         state = copy.deepcopy(optimizer.state_dict())
         state["state"][1]["step"] = clock
-        with refused(optimizer, r"(?s)^The loaded state of odd .*has step=.*; must be 2 integers of at least -1"):
+        with refused(optimizer, r"(?s)^The loaded state of odd .*has step=.*; must be 2 integers"):
             optimizer.load_state_dict(state)
 
 

@@ -101,7 +101,7 @@ def test_the_clock_is_kept_on_the_host_and_starts_below_zero(cls):
     assert optimizer.state[p]["step"].item() == 4
     p, optimizer = trained(cls, calls=0)
     step(optimizer, [p], [torch.zeros(3, 4)])
-    assert optimizer.state[p]["step"] == -1
+    assert optimizer.state[p]["step"] < 0
 
 
 @both

@@ -133,7 +133,7 @@ def matrix_name(member: Member, name: str, b: int) -> str:
 def counts(engine: Engine, model: nn.Module | None) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Return two counts: steps of every matrix by its name, and gradients that were not finite by weight or piece.
 
-    A matrix that may move has -1 steps before its first usable gradient.
+    A matrix that may move has steps below 0 before its first usable gradient.
     """
     steps: dict[str, int] = {}
     skipped: dict[str, Tensor] = {}

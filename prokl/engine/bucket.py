@@ -38,6 +38,10 @@ from prokl.engine.weights import Weight, clock, layout_of_matrix, state_dtype, s
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
 
+LOOKS = 10
+"""Calls with a gradient after which a matrix that has not begun is looked at in every tenth alone: a look waits for the
+device, and keeps CUDA graphs from the whole bucket. As many gradients less one pass before an idle expert begins."""
+
 KEPT = 32
 """Sets of rows that a bucket keeps on the device: clocks that drifted apart make ever new ones."""
 
@@ -47,7 +51,8 @@ class Plan(NamedTuple):
 
     Attributes:
         has_grad: of each member.
-        initialising: matrices whose state this gradient initialises, if it is finite and not zero.
+        initialising: matrices that have not begun and are looked at: this gradient initialises their state, if it is
+            finite and not zero.
         stepping: matrices that have begun and have a gradient; those whose gradient is not finite will not move.
         refreshing: stepping matrices whose step is divisible by tau.
     """
@@ -59,7 +64,7 @@ class Plan(NamedTuple):
 
     @property
     def steady(self) -> bool:
-        """True if every matrix steps and none begins: what a graph can capture."""
+        """True if every matrix has a gradient and none begins: what a graph can capture."""
         return all(self.has_grad) and not self.initialising
 
 
@@ -86,8 +91,8 @@ class Bucket:
         backend: who steps it. io: its reading and writing, with it.
         workspace: bytes of temporary memory that a step takes at most.
         group: one of the groups. h: its hyper-parameters without lr and weight decay.
-        steps: the clock of every matrix: -1 until its initialising gradient, 0 then, and one more at every later call
-            with a gradient.
+        steps: the clock of every matrix: 0 at its initialising gradient, and one more at every later call with a
+            gradient; before, -1 and one less at every call with a gradient.
 
     Args:
         members: in the order of their groups, without rows so far.
@@ -218,7 +223,8 @@ class Bucket:
             rows = [b for member, has in zip(self.members, has_grad, strict=True) if has for b in member.rows]
             stepping = tuple(b for b in rows if steps[b] >= 0)
             refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
-            plan = Plan(has_grad, tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
+            looked_at = tuple(b for b in rows if steps[b] < 0 and (steps[b] >= -LOOKS or steps[b] % LOOKS == 0))
+            plan = Plan(has_grad, looked_at, stepping, refreshing)
         if self.rounding.keys is not None:
             self.rounding.locate(steps)
         rates: list[Rates] = []
@@ -240,7 +246,7 @@ class Bucket:
         G, finite, usable = gathered
         # The paper's form moves on without gradient.
         may_step = finite if self.group["clip_threshold"] is None else usable
-        # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
+        # Reading the device is allowed where it costs nothing, or where some matrix may begin.
         moving, unknown = plan.stepping, True
         if self.backend.ops.host_readable or plan.initialising:
             moves, begins = torch.stack([may_step, usable]).tolist()
@@ -265,6 +271,8 @@ class Bucket:
         for i, member in enumerate(self.members):
             if moves := not rows.isdisjoint(member.rows):
                 written.append(member.p)
+            for b in member.rows if plan.has_grad[i] and len(plan.stepping) < self.layout.count else ():
+                self.steps[b] -= self.steps[b] < 0
             idle = self.weights[i].idle
             if plan.has_grad[i] and (count := idle.get(member.suffix, 0)) >= 0:
                 idle[member.suffix] = -1 if moves else count + 1

@@ -97,7 +97,7 @@ class Recorded(NamedTuple):
     """A graph, and what it reads besides the bucket's own: kept as long as the graph is."""
 
     replay: Callable[[], None]
-    rows: Rows | None
+    rows: tuple[Rows | None, Rows | None]
 
 
 class Graphs:
@@ -148,7 +148,8 @@ class Graphs:
                 if not any(own and k[-1] == stream for kept in self.replays.values() for k, own in kept.items()):
                     # torch takes no pool again that no graph uses any more
                     self.captures[stream] = Capture.on(device, self.captures.get(stream))
-                rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
+                # Before the capture, which cannot copy from the host.
+                rows = bucket.rows(plan.stepping), bucket.rows(plan.refreshing)
                 recorded = Recorded(record(lambda: bucket.execute(plan), device, self.captures[stream]), rows)
             recorded.replay()
         except Exception as error:  # whatever it is, nothing has moved

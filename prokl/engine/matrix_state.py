@@ -62,9 +62,9 @@ def misfit(
         counts: Any = step.tolist() if isinstance(step, Tensor) and step.ndim == stack else step
         counts = counts if stack else [counts]
         right = isinstance(counts, (list, tuple)) and len(counts) == member.shape.count
-        if not right or not all(type(count) is int and count >= -1 for count in counts):
+        if not right or not all(type(count) is int for count in counts):
             bound = f"{member.shape.count} integers" if stack else "an integer"
-            return f"{whose} has step={step!r}; must be {bound} of at least -1"
+            return f"{whose} has step={step!r}; must be {bound}"
         if (unit := "lambda_0" + member.suffix) in state and unit not in layout:
             return f"{whose} has {unit}, in whose units init_eigenvalue='auto' keeps all eigenvalues"
     return None

@@ -178,7 +178,7 @@ def check_reading(weight: Weight) -> None:
 
 
 def clock(member: Member, state: Mapping[str, Any]) -> list[int]:
-    """Return the ``step`` of every matrix of a member; -1 before its initialising gradient."""
+    """Return the ``step`` of every matrix of a member; below 0 before its initialising gradient."""
     steps = state.get("step" + member.suffix, -1)
     if isinstance(steps, int):
         return [steps] * member.shape.count
