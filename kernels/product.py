@@ -122,15 +122,19 @@ def product_kernel(
             o_part = first_part + tl.arange(0, BOUND_TILE)
             sums += tl.load(energy_ptr + i_b * PARTS_OF_B + o_part, o_part < PARTS_OF_B, 0.0).to(tl.float64)
         norm = tl.sqrt(tl.sum(sums))
-        beyond = norm > largest
+        beyond = (norm <= largest) == 0  # NaN is
+        finite = norm < float("inf")
         one = tl.full((), 1.0, tl.float64)
-        scale *= tl.where(beyond, largest / tl.where(beyond, norm, one), one).to(SUM)
+        down = tl.where(finite, largest / tl.where(beyond & finite, norm, one), 0.0)
+        scale *= tl.where(beyond, down, one).to(SUM)
         if i_tile == 0:
             more = (tl.load(bounded_ptr + i_b) | beyond).to(SUM)
             tl.store(count_ptr + i_b, tl.load(clipped_ptr + i_b) + more)
     squares = tl.zeros((TILE_M,), SUM)
     for part in tl.static_range(PARTS):
         d = columns[part] * scale
+        if BOUNDED:
+            d = tl.where(scale == 0, 0.0, d)  # of a B that is not finite, too
         o = i_n.to(tl.int64) * TILE_N + part * (TILE_N // PARTS) + tl.arange(0, TILE_N // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < N)
         if HAS_C:

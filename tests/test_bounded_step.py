@@ -67,6 +67,20 @@ def test_a_disturbed_run_follows_the_rule(backend, threshold, own, start, shape,
     follow_disturbed(PRO if variant else KL, backend, shape, threshold, init_eigenvalue=start, **own)
 
 
+@pytest.mark.parametrize("variant", ["pro-klshampoo", "subspace-only"])
+def test_a_momentum_that_overflows_when_whitened_moves_nothing(variant, path):
+    """Gradients fall by 37 orders of magnitude, with eigenvalues of no memory and a momentum that hardly fades."""
+    w = weight(12, 37)
+    settings = {"variant": variant, "rank": 12, "alpha_kl": 1.0, "momentum": 0.99, "beta2": 0.0, "lr": 0.01}
+    optimizer = PRO([w], backend=path, **settings)
+    most = evidence.MOMENTUM_CLIP_FACTOR * 100 * 12 * 0.01 + 1.2 * 12**0.5 * 0.01  # gain, sqrt(m r); then the rest
+    for t in range(25):
+        before = w.detach().clone()
+        step(optimizer, [w], [normal(12, 37, seed=t) * (3e17 if t < 2 else 1e-19 if t < 4 else 1e-20)])
+        assert (w - before).norm() <= most
+    assert optimizer.clipped()["parameter 0 of group 0"] > 15
+
+
 SIZES = [0.0, 1e-9, 0.00999, 0.01, 0.3, 1.0, 5.0, 5.001, 7.0, 1e4, 1e30, 1e300, math.inf, math.nan]
 
 

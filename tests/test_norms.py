@@ -1,5 +1,7 @@
 """Kernels that take norms of whole matrices agree with their PyTorch form: one normalises, one is held to a bound."""
 
+import math
+
 import pytest
 import torch
 
@@ -41,6 +43,26 @@ def test_wrong_squares_raise_with_their_shape():
     X, c = torch.ones(5, 3, 4, device=DEVICE), torch.ones(5, device=DEVICE)
     with pytest.raises(ValueError, match=r"squares has shape \(4, 3, 2\); must be \(5, 3, 2\)"):
         normalised_gram(X, torch.ones(4, 3, 2, device=DEVICE), 0.0, c)
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["faithful", "balanced"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_factor_beyond_the_range_makes_zeros(bad, paired):
+    """Whatever else it holds; and the one beside it, which is within the norm, stays."""
+    g = torch.Generator().manual_seed(3)
+    left, T = (torch.randn(2, *size, generator=g).to(DEVICE) for size in ((9, 70), (70, 67)))
+    T[0, 69, 66] = bad
+    given = {"largest": 1e9, "dtype": torch.float32, "bounded": torch.zeros(2, dtype=torch.bool, device=DEVICE)}
+    given["clipped"] = torch.zeros(2, device=DEVICE)
+    triton, torch_ = (PairedTritonAlgebra, PairedAlgebra) if paired else (TritonAlgebra, Algebra)
+    for ops in (triton(use_cuda_qr=False, host_readable=launch.INTERPRETED), torch_(host_readable=True)):
+        launched = isinstance(ops, TritonAlgebra)
+        factor = Pair.split(left) if paired and launched else left
+        split = (Pair.split(T) if paired else T, T.double().square().sum(dim=-1)[:, None]) if launched else T.clone()
+        found, count = ops.bounded_product(factor, split, **given)
+        assert not found[0].any() and count.tolist() == [1.0, 0.0]
+        usual = ops.bounded_product(factor, split if launched else T.clone(), **given | {"bounded": None})
+        assert torch.equal(found[1], usual[0][1])
 
 
 @pytest.mark.usefixtures("poisoned_empty")
