@@ -20,8 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, clone_if_tensor, plain
-from prokl.algorithm.signatures import check_known
+from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, check_known, clone_if_tensor, plain
 from prokl.distributed.division import Division
 from prokl.distributed.ownership import check_placements
 from prokl.distributed.state import check_undivided

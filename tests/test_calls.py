@@ -11,7 +11,7 @@ from torch import nn
 
 import prokl
 from prokl import diagnostics
-from prokl.algorithm import signatures
+from prokl.algorithm import settings
 from prokl.algorithm.settings import PRO_ADVANCED
 from tests.inputs import KL, PRO, weight
 from tests.training import differences, fine_and_odd, refused, silent, train
@@ -86,10 +86,10 @@ def test_a_foreign_argument_is_told_where_it_belongs(given, says):
 def test_every_argument_has_its_place():
     """A new argument is told where it belongs by the calls that do not take it."""
     constructor, groups_of = (inspect.signature(call).parameters.keys() for call in (PRO, prokl.param_groups))
-    assert signatures.CONSTRUCTOR == (constructor | PRO_ADVANCED.keys()) - {"params", "advanced"} - groups_of
-    assert groups_of - {"model"} - constructor == signatures.PARAM_GROUPS
+    assert settings.CONSTRUCTOR == (constructor | PRO_ADVANCED.keys()) - {"params", "advanced"} - groups_of
+    assert groups_of - {"model"} - constructor == settings.PARAM_GROUPS
     adamw = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params", "betas", "differentiable"}
-    assert adamw - constructor - PRO_ADVANCED.keys() == signatures.ADAMW
+    assert adamw - constructor - PRO_ADVANCED.keys() == settings.ADAMW
 
 
 def test_groups_without_named_rates_say_what_to_write():

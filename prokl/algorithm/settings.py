@@ -1,4 +1,4 @@
-"""Hyper-parameters of a step, read from a parameter group when its bucket is laid out, and the bounds of each.
+"""Hyper-parameters of a step, read from a parameter group when its bucket is laid out; their bounds and places.
 
 Every message names the argument, the value, the bound and the remedy.
 """
@@ -6,8 +6,9 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from operator import not_
@@ -273,6 +274,13 @@ PRO_BOUNDS: dict[str, Bound] = {
 """Bounds of those that Pro-KLShampoo alone has."""
 SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
 """Names that other packages give a setting, where they are not spelt nearly as here."""
+CONSTRUCTOR = {*COMMON_BOUNDS, *PRO_BOUNDS, *PRO_ADVANCED, "process_group"} - {"lr", "weight_decay", "rank"}
+"""Arguments of a constructor that ``param_groups`` does not take."""
+PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
+PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
+"""Arguments of ``param_groups`` that no constructor takes."""
+ADAMW = {"amsgrad", "capturable", "foreach", "fused"}
+"""Keys of AdamW's groups that are arguments of neither."""
 
 
 def check(name: str, value: Any, bound: Bound) -> None:
@@ -331,3 +339,33 @@ def check_adamw(group: Group) -> None:
 
 def _check_not_differentiable(group: Group) -> None:
     check("differentiable", group.get("differentiable"), (not_, "False or left out: no step is recorded for autograd"))
+
+
+def check_known(title: str, arguments: Collection[str], known: Collection[str]) -> None:
+    """Raise TypeError for an argument that is not ``known``: with where it belongs, or the nearest one."""
+    for key in (key for key in arguments if key not in known):
+        if key == "betas":
+            where = "AdamW's are adamw_betas of prokl.param_groups, and the matrix method's are momentum and beta2"
+        elif key in PARAM_GROUPS:
+            where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
+        elif key in ADAMW:
+            where = f'it is AdamW\'s, and belongs to its groups, those with "algorithm": "adamw", as "{key}"'
+        elif key in CONSTRUCTOR and "adamw_lr" in known:
+            also = ", and AdamW's is adamw_eps" if key == "eps" else ""
+            where = f"it goes to the constructor, ProKLShampoo(groups, {key}=...){also}"
+        elif key in CONSTRUCTOR | {"rank"}:
+            where = (
+                "it is ProKLShampoo's, which alone projects and orthogonalises; leave it out. The authors' form is "
+                f"{title}(groups, init_eigenvalue=0.1, clip_threshold=None)"
+            )
+        elif key == "nesterov":
+            where = "its momentum is as the method has it; leave it out"
+        else:
+            spelt = SYNONYMS.get(key, key.replace("wd", "weight_decay").replace("learning_rate", "lr"))
+            turned = [name for name in known if sorted(name.split("_")) == sorted(spelt.split("_"))]  # as lr_adamw
+            nearest = turned or get_close_matches(spelt, known, n=1)
+            raise TypeError(
+                f"{title}() got an unexpected keyword argument {key!r}: "
+                + (f"the nearest is {nearest[0]!r}." if nearest else f"it takes {', '.join(known)}.")
+            )
+        raise TypeError(f"{title}() takes no {key}: {where}.")

@@ -6,10 +6,12 @@ tables over a vocabulary, norms and biases are vectors: as in the paper's experi
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,16 +23,41 @@ from prokl.algorithm.settings import (
     RANK,
     RATE,
     check,
+    check_known,
     clone_if_tensor,
     plain,
 )
 from prokl.algorithm.shapes import Rank
-from prokl.algorithm.signatures import with_own_errors
 from prokl.routing.layout import Layouts
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.owners import check_classes, owners_of
 from prokl.routing.routes import ParamGroups, Route, table
 from prokl.routing.rules import choose, overruled, own_settings, quoted, undecayed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_own_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Say of a call of ``param_groups`` that Python would refuse what to write."""
+    known = inspect.signature(function).parameters
+    needed = [name for name, p in known.items() if p.default is p.empty]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        title = f"{function.__name__}()"
+        check_known(function.__name__, kwargs, known)
+        if len(args) > 1:
+            raise TypeError(f"{title} takes the model by its place and all else by name, as lr=0.02; got {len(args)}.")
+        missing = [name for name in needed[len(args) :] if name not in kwargs]
+        if missing:
+            raise TypeError(
+                f"{title} lacks {' and '.join(missing)}: write {function.__name__}(model, lr=0.02, adamw_lr=...) with "
+                "AdamW's own rate, usually around 1e-3."
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @with_own_errors
