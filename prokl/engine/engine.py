@@ -22,9 +22,8 @@ from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.bucket import Bucket, Plan
+from prokl.engine.bucket import Bucket, Plan, SpecifiedBucket
 from prokl.engine.graphs import Graphs
-from prokl.engine.specified import SpecifiedBucket
 from prokl.engine.validation import PLAIN, check_gradient, check_names, check_weight, in_float16
 from prokl.engine.weights import (
     DEFAULTS,
