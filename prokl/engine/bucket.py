@@ -100,7 +100,6 @@ class Bucket:
         weights: each one's.
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
         method: the matrix method.
-        rank: effective rank.
     """
 
     def __init__(
@@ -109,10 +108,8 @@ class Bucket:
         weights: Sequence[Weight],
         states: Sequence[dict[str, Any]],
         method: Method,
-        rank: int,
     ) -> None:
-        self.method, self.rank = method, rank
-        group = weights[0].group
+        self.method, group = method, weights[0].group
         self.states, self._made_of = list(states), list(map(_identity, members))
         self.members: list[Member] = []
         for member in members:
@@ -123,7 +120,8 @@ class Bucket:
         self._state_dtype = state_dtype(group, first.p)
         self.dtype = compute_dtype(first.p.dtype, self._state_dtype)
         self.layout = Layout(count, m, n, self.dtype, first.p.dtype, device)
-        self.workspace = count * method.workspace(m, n, rank) * self.dtype.itemsize
+        self.rank = method.rank(group, m, n)
+        self.workspace = count * method.workspace(m, n, self.rank) * self.dtype.itemsize
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_matrix(first, method, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)

@@ -375,7 +375,7 @@ class Engine:
                     bucket.follow(weights)
                 else:
                     try:
-                        bucket = kind(run, weights, states, self.method, rank)
+                        bucket = kind(run, weights, states, self.method)
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(
                             f"No state for {run[0].name} of shape {tuple(run[0].p.shape)} and {len(run) - 1} more: "
