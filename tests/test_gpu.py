@@ -169,6 +169,21 @@ def test_graphs_change_no_bit(cls, kwargs):
     assert optimizer.skipped()["parameter 0 of group 0"] == 2
 
 
+def test_graphs_beside_an_idle_expert_change_no_bit():
+    start = []
+
+    def change(t, optimizer, gradients):
+        gradients[0][1] = 0.0
+        if t == 1:
+            start.append(copy.deepcopy(optimizer.state_dict()))
+            optimizer.load_state_dict(start[0])
+
+    optimizer = replayed((ProKLShampoo, {"rank": 16}), change, steps=30, shapes=[(2, 128, 256)], device=CUDA)
+    (replays,) = optimizer.engine.graphs.replays.values()
+    assert sum(replay is not None for replay in replays.values()) == 2
+    assert next(iter(optimizer.state.values()))["step"].tolist() == [29, -31]
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_second_streams_change_no_bit(graphs, monkeypatch):
     """Large enough that all streams have work at the same time; what is used too early would differ."""
