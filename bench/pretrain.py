@@ -36,7 +36,7 @@ class Options:
     Ctrl-C keeps what was done; the same command goes on, bit for bit on as many threads.
     """
 
-    seed: int = 0  # Of weights and batches
+    seed: int = 0  # Seeds weights and batches
     data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
     out: Path = Path("runs/pretrain")  # Results folder
     steps: int = DEMO.steps  # Steps of every run

@@ -37,13 +37,13 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
 PROVENANCE = _columns("device cpu threads torch triton cuda prokl commit date")
 """Columns of the machine, the versions and the date of a measurement."""
 COLUMNS = {
-    # What was measured: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
+    # The subject: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
     # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none".
     **_columns("model case base optimizer clip_threshold backend", "rank"),
     **_columns("kernel"),
     **_columns("value", "seed step"),
     **_columns("metric unit dtype shapes", "launches"),
-    # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
+    # The result: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
     # a predicted lower bound in the same unit.
     **_columns("", "rounds", "median q1 q3 ratio floor"),
     **_columns(real="validation_loss seconds"),
@@ -53,7 +53,7 @@ COLUMNS = {
     # was not training; the card's rate of products, TFLOP/s; how often a step was bounded.
     **_columns(real="optimizer_median_ms optimizer_longest_ms host_ms tokens_per_second wall_seconds matmul_tflops"),
     **_columns(whole="clipped"),
-    # What a run was made of.
+    # A run's settings.
     **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2 qk_rate"),
     **_columns(whole="qk_pieces qk_rank vo_pieces"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context parameters"),

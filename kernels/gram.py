@@ -39,7 +39,7 @@ def _inverse_norm(squares_ptr, PARTS, noise):
     return tl.where(vanishes, 0.0, 1.0 / tl.sqrt(tl.where(vanishes, 1.0, energy)))
 
 
-# Of float32: below the smallest normal number the square of the inverse norm, which the product takes, overflows.
+# float32's: below it the square of the inverse norm, which the product takes, overflows.
 # Newton-Schulz takes the norm of a row up to twice X's own, as its singular values overshoot 1.
 SMALLEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max / 4)

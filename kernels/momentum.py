@@ -127,8 +127,8 @@ def momentum_kernel(
 
 # m, n: block of M and of the residual; k: how much of r is added at a time.
 # The accumulator and the tile of G, M and the output share the registers: twice as wide, they spill at odd sizes, where
-# halves need eight warps. With four they took 0.82 of the time on an H200. Of a product of parts a warp takes 16 rows:
-# eight warps would compute everything twice.
+# halves need eight warps. With four they took 0.82 of the time on an H200. A warp takes 16 rows of a product of
+# parts: eight warps would compute everything twice.
 TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 4, 3), Tile(64, 32, 16, 4, 3))
 TILES_HALF: tuple[Tile, ...] = (Tile(64, 64, 64, 4, 3), Tile(64, 64, 64, 8, 3))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)

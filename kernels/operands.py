@@ -36,9 +36,9 @@ def _tf32(x):
 def dot(a, b, acc):
     """Return acc + a b of tiles, of float32 as three products of TF32 parts, about as exact as float32.
 
-    Tensor cores cut sums off: those of parts start at zero and are rounded to acc. Of factors below TF32's largest
-    number Triton's "tf32x3" makes the same bits, but it looks for NaN in every sum: loops took 1.3 to 1.7 times as many
-    instructions. The interpreter multiplies float32 as it is.
+    Tensor cores cut sums off: those of parts start at zero and are rounded to acc. Triton's "tf32x3" makes the same
+    bits from factors below TF32's largest number, but it looks for NaN in every sum: loops took 1.3 to 1.7 times as
+    many instructions. The interpreter multiplies float32 as it is.
     """
     if a.dtype == tl.float32 and not INTERPRETED:
         a_hi = _tf32(a)

@@ -42,7 +42,7 @@ def turn_kernel(
     o_m = i // tiles % tiles * TILE + tl.arange(0, TILE)
     o_n = i % tiles * TILE + tl.arange(0, TILE)
     acc = tl.zeros((TILE, TILE), SUM)
-    # With prokl.kernels.operands.dot Triton 3.6 spills here on sm_80. Of float64 the precision says nothing.
+    # With prokl.kernels.operands.dot Triton 3.6 spills here on sm_80. The precision does not act on float64.
     for k in range(0, R, TILE_K):
         o_k = k + tl.arange(0, TILE_K)
         if of_Q == 1:

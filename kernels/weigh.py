@@ -16,7 +16,7 @@ from prokl.kernels.operands import dot, store_result, stored
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand
 
-# Of a program: rows and columns of the results, and the depth of a product at a time. A warp takes 16 rows.
+# Rows and columns of a program's results, and the depth of a product at a time. A warp takes 16 rows.
 TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 4, 3), Tile(64, 32, 16, 4, 3))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 

@@ -4,7 +4,7 @@ A form is made of sums and products. Evaluated on the absolute values of the inp
 says what rounding scales with: a result of so many roundings, one after another, errs by at most that many units times
 this size to first order. Twice that is allowed, where tensor cores truncate and where a form in float64 rounds as well.
 Three products of TF32 parts, which leave out that of the two low ones, add less than 2^-19 of the size each; those of
-pairs of bfloat16, which leave it out too and are split on the way, 2^-16. What is stored narrower is rounded once more.
+pairs of bfloat16, which leave it out too and are split on the way, 2^-16. Narrower results are rounded once more.
 Measured in the interpreter: at most 0.5 of the bounds before storing.
 
 Sides: B matrices; m, n, r of :class:`bench.micro.case.Sizes`, whose input language this is.

@@ -4,7 +4,7 @@
     python -m tests.mutate           run the tests nearest to each
 
 A third each comes from prokl/, kernels/ and csrc/; within one, every kind of mutation is as likely as the next.
-Tests run in a clone of the last commit, without the slow ones. What survives the nearest ones may fail others.
+Tests run in a clone of the last commit, without the slow ones. One that survives the nearest may fail others.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The path of devices whose values the host may not read has the same results and no host reads.
 
-The path is chosen by ``is_host_readable``; saying no on a CPU runs it here. What bad gradients do on it is in
+The path is chosen by ``is_host_readable``; saying no on a CPU runs it here. Tests of bad gradients on it are in
 tests/test_bad_gradients.py.
 """
 

@@ -65,7 +65,7 @@ def poison_run(method, backend, dtype, bad_call, calls, names=NAMES):
     yield optimizer
 
 
-# What is skipped does not depend on the dtypes: of them each step has one.
+# Skipping does not depend on the dtypes: each step has one of them.
 @pytest.mark.parametrize(
     "dtype, state_dtype, when",
     [

@@ -133,7 +133,7 @@ def test_param_groups_refuses_a_bad_setting():
                 param_groups(model, **({"lr": 0.02, "adamw_lr": 1e-3} | {name: value}))
 
 
-# What torch.optim.AdamW refuses when it is made.
+# Settings that torch.optim.AdamW refuses when it is made.
 @pytest.mark.parametrize("flags", [{"foreach": True, "fused": True}, {"foreach": True, "lr": torch.tensor(0.1)}])
 def test_adamw_options_that_exclude_each_other_raise_when_added(flags):
     optimizer = PRO([weight(4, 6)])

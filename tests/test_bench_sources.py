@@ -129,7 +129,7 @@ def cut(path, size):
 TOKENS = [1, 2, 3, 4, 5]
 NO_SHARD = r"a\.bin is no whole shard of uint16 tokens: its header says .*; keep"
 REFUSED = [
-    # What llm.c writes for Llama 3: tokens of four bytes each.
+    # llm.c's for Llama 3: tokens of four bytes each.
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, magic=20240801, version=7))),
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, version=2))),
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, count=6))),

@@ -222,8 +222,8 @@ def test_squares_of_whitened_gradients_may_leave_float32():
     assert float(evidence.norm(torch.full((1, 2, 2), 1e25))) == pytest.approx(2e25, rel=1e-6)
 
 
-# Of a gain of 1, a whitened momentum whose entries are 1 has the norm (6 10)^1/2. The gain is 1 / (1 - momentum) in the
-# subspace, beside which Newton-Schulz brings the complement's singular values to 1.2 at most.
+# With a gain of 1, a whitened momentum whose entries are 1 has the norm (6 10)^1/2. The gain is 1 / (1 - momentum) in
+# the subspace, beside which Newton-Schulz brings the complement's singular values to 1.2 at most.
 PARTS = {
     "complement": ({"variant": "smok-hop"}, 2 * evidence.MOMENTUM_CLIP_FACTOR * (6 * 10) ** 0.5),
     "subspace": ({"alpha_kl": 0.5}, 0.5 * evidence.MOMENTUM_CLIP_FACTOR * (6 * 3) ** 0.5 / (1 - 0.9) + 1.2 * 6**0.5),

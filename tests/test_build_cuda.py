@@ -141,7 +141,7 @@ def test_usual_architectures_are_built_as_far_as_nvcc_knows(tmp_path):
     named = {"PROKL_CUDA_ARCHS": "80;120"}
     with pytest.raises(ToolkitError, match="'80;120': nvcc 12.4.131 .* for 120; must be among 80, 89, 90, 90a\\."):
         build_cuda.architectures(named, str(old))
-    # What fails for architectures that it knows is another thing, which it says.
+    # A failure for architectures that it knows is another thing, which it says.
     none.write_text(script.replace("sys.exit(any(", "sys.exit('gcc is not there' * any("))
     for environ in ({}, named):
         with pytest.raises(ToolkitError, match="exited 1: gcc is not there.*PROKL_BUILD_CUDA=0 installs without"):

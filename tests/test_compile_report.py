@@ -143,7 +143,7 @@ CALLED = """ptxas info    : Function properties for _ZN5prokl6helperIfEET_S1_i
 
 def test_every_figure_is_read_for_the_kernel_it_belongs_to():
     assert csrc.parse(LOG) == [SUMS, REVERSE]
-    # What a called function spills counts for the kernel before it.
+    # A called function's spills count for the kernel before it.
     assert csrc.parse(LOG + CALLED) == [SUMS, replace(REVERSE, spilled=200)]
     assert csrc.parse("ptxas info    : 0 bytes gmem\n" + CALLED) == []
 

@@ -127,7 +127,7 @@ def test_a_scaled_singular_factor_is_shifted_in_proportion(extension_on_cpu, siz
     F, shifted, scale, status = torch.ops.prokl.semidefinite_inverse(S.contiguous())
     assert all(QRStatus(u) & QRStatus.SHIFTED for u in status.tolist()) and (scale != 1).all()
     unit = F.double().mT @ (shifted.double() * scale.double()[:, None, None]) @ F.double()
-    # Of a condition of 1 / (4 k^1/2 eps), to which the inverse is off by k eps of it.
+    # The condition is 1 / (4 k^1/2 eps), and the inverse is off by k eps of it.
     assert torch.linalg.matrix_norm(unit - torch.eye(k, dtype=torch.float64)).max() <= k**0.5
 
 

@@ -43,7 +43,7 @@ def test_what_stands_in_for_cuda_is_what_it_takes_unasked(monkeypatch):
     assert precision_of(None, "cuda") == "balanced" and precision_of(None, "cpu") == "faithful"
     defaults = ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert pro_hyper(defaults, 2, 2, torch.float32, torch.device("meta")).ns_dtype == torch.bfloat16  # on no CPU
-    # What else would be left to the device has to be said above.
+    # Anything else that the device decides has to be said above.
     assert {key for key, value in defaults.items() if value is None} - {"state_dtype", "split"} == {
         "backend",
         "precision",

@@ -434,7 +434,7 @@ def test_the_weight_that_differs_is_named_on_every_rank(what, words, pools):
     ids=["owner", "weight", "number"],
 )
 def test_the_first_difference_is_told_and_owners_last(theirs, words):
-    """Of the first ranks that differ; here the last of three."""
+    """The first ranks that differ decide; here the last of three."""
     ours = ["a", "b"], ["a of 0", "b of 1"]
     error = difference(SimpleNamespace(ranks=(4, 5, 7)), [ours, ours, theirs])
     assert f"Ranks 4 and 7 gave this optimizer other weights: {words}. Names" in str(error)

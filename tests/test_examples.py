@@ -19,7 +19,7 @@ from tests.commands import ROOT
 EXAMPLES = ROOT / "docs" / "examples"
 EXTRA = 'pip install ".[integrations]"'
 NEED_IT = {"train_accelerate.py": "accelerate", "train_hf.py": "transformers"}
-"""What each example needs beside the plain install, all of it in EXTRA."""
+"""Needs of each example beside the plain install, all of them in EXTRA."""
 
 
 def run(folder, script, *arguments, python=sys.executable, **variables):

@@ -93,7 +93,7 @@ def test_both_forms_equal_the_reference(stages, size, steps, coefficients, gram)
 
 @pytest.mark.parametrize("m, n, r", [(4, 9, 3), (6, 8, 5), (5, 5, 2), (1, 4, 2)])  # n - r above, at and below m
 def test_the_reference_goes_to_the_polar_factor(m, n, r):
-    """Of a complement; the coefficients converge, and the default ones stop where singular values lie around 1."""
+    """A complement's; the coefficients converge, and the default ones stop where singular values lie around 1."""
     X = normal(m, n, seed=2, dtype=torch.float64)
     U = torch.linalg.qr(normal(n, r, seed=1, dtype=torch.float64)).Q
     X -= X @ U @ U.mT
@@ -174,11 +174,11 @@ def nearly_rank_one(m, rows):
 
 
 # Measured gram / standard, of singular values down to 1e-2 and to 1e-4: half precisions 1.13 and 0.81, float32 1.7 and
-# 1.03. Of nearly rank one: 0.95 to 0.99; with a restart after three iterations up to 1e5 in bfloat16.
+# 1.03. Nearly rank one: 0.95 to 0.99; with a restart after three iterations up to 1e5 in bfloat16.
 HALVES = [(dtype, falling, (smallest,)) for dtype in (torch.bfloat16, torch.float16) for smallest in (-2.0, -4.0)]
 HALVES += [(torch.bfloat16, nearly_rank_one, own) for own in ((2, 2), (3, 3), (24, 24), (64, 6))]
 HALVES += [(torch.float16, nearly_rank_one, (24, 24))]
-# Of falling ones at most 1.49 and 2.35 with Polar Express, 0.92 and 1.66 with DeepSeek-V4's; of nearly rank one 1.03.
+# Falling ones have at most 1.49 and 2.35 with Polar Express, 0.92 and 1.66 with DeepSeek-V4's; nearly rank one 1.03.
 ACCURACY = [(MUON, 5, *half, 1.4) for half in HALVES]
 ACCURACY += [(MUON, 5, torch.float32, falling, (smallest,), 2.2) for smallest in (-2.0, -4.0)]
 ACCURACY += [(name, steps, *half, 1.75) for name, steps in NAMED.items() for half in HALVES]

@@ -233,7 +233,7 @@ def test_copies_of_a_block_make_a_group_without_the_other_ranks(monkeypatch):
     assert made == [(([0, 1, 4, 5],), {"use_local_synchronization": True})]
 
 
-# What a matrix costs
+# The cost of a matrix
 
 
 TAU = 3

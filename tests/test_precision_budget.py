@@ -1,9 +1,9 @@
 """Balanced products cost a step no more than their budget on adversarial states.
 
-The arithmetic is that of the kernels in PyTorch, over the same halves; tests/test_products.py has the kernels. What is
-held to which bound says :func:`exceeded`. It departs from ten times float32's error of the worst eigenvalue where that
-is below 1e-3: float32's is 2e-7 on most states, which no sixteen bits of a factor give, and 1e-3 of an eigenvalue is
-nothing beside the noise of the gradients that it is the mean of.
+The arithmetic is that of the kernels in PyTorch, over the same halves; tests/test_products.py has the kernels, and
+:func:`exceeded` the bounds. It departs from ten times float32's error of the worst eigenvalue where that is below 1e-3:
+float32's is 2e-7 on most states, which no sixteen bits of a factor give, and 1e-3 of an eigenvalue is nothing beside
+the noise of the gradients that it is the mean of.
 
 That each product has both of its parts is held, operation by operation, in tests/test_operations.py; what is left of
 their error after many steps, in tests/test_batched_step.py; that all of it is finite whatever comes, in
@@ -90,8 +90,8 @@ def exceeded(case: Case) -> dict[str, tuple[float, float]]:
     """Return which bounds a balanced step in float32 exceeds, with error and bound.
 
     The direction may be off by 1.25 times what Newton-Schulz in bfloat16 alone makes of it in float64; KL-Shampoo,
-    which has none, by 2^-9, about what rounding the direction to bfloat16 would change. Of the eigenvalues after their
-    EMA the median may be off by 1e-3, the worst by as much or by 10 times float32's own error if that is more.
+    which has none, by 2^-9, about what rounding the direction to bfloat16 would change. The
+    eigenvalues' median after their EMA may be off by 1e-3, the worst by as much or by 10 times float32's own error.
     The rest is no demand but what was seen, with room: S, R and U are off by 1e-5 or 128 times float32's own, the
     ratio of what the two hold of a factor, 2^-17 and 2^-24; L as well, but Pro-KLShampoo's by 2^-9 of what it takes of
     a gradient: bfloat16 factors leave 2^-9.9 of a gradient's L in norm.

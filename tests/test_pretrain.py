@@ -186,7 +186,7 @@ def test_prokls_own_are_trained_with_the_packages_defaults(method, made):
 
 
 def settings_by_name(optimizer):
-    """What every weight has, its own value where a group lists one a weight; pieces as sizes of rows."""
+    """Settings of every weight, its own value where a group lists one a weight; pieces as sizes of rows."""
     found = {}
     for group in optimizer.param_groups:
         for i, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):

@@ -54,9 +54,9 @@ SOFTMAX = dict.fromkeys(
     ("head.weight", "tail.0.1.weight", "tail.1.1.weight"), "output head, cluster of AdaptiveLogSoftmaxWithLoss"
 )
 HEADED = {"h": blocks(), "head": linear(8, 5)}
-# What goes to AdamW beside vectors, with the reason where it matters.
+# Weights that go to AdamW beside vectors, with the reason where it matters.
 HEADS = {
-    # What a model says itself.
+    # Heads that a model names itself.
     "of its embeddings": (
         holding(inner=answering("get_output_embeddings", lambda m: m.out, h=blocks(), out=linear(8, 31))),
         {"inner.out": EMBEDDINGS},
@@ -105,7 +105,7 @@ HEADS = {
         holding(words=nn.Embedding(31, 8), rnn=nn.LSTM(8, 12, bias=False), back=linear(12, 31), up=linear(8, 12)),
         {"words": "embedding (Embedding)", "back": "output head, 31 outputs as the largest embedding has rows"},
     ),
-    # Of several, the last.
+    # The last of several.
     "in a named module": (
         holding(
             h=blocks(),

@@ -1,4 +1,4 @@
-"""What a step launches on second streams, beside the rest of it: nothing that one writes is touched by the other.
+"""Launches on second streams, beside the rest of a step: nothing that one writes is touched by the other.
 
 The launches of a real step on a CPU, in Triton's interpreter and the extension's host form, are noted with the memory
 that they touch; a stand-in for the second stream says which are beside which.

@@ -83,7 +83,7 @@ def assert_refused_in_a_file(optimizer, change, says):
     assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
 
 
-# What does not fit wherever it comes from
+# Misfits wherever they come from
 
 CLOCKS = (True, 2.0, 2.5, math.nan, "2", None, [2], [1, 2])
 EITHER = {
@@ -135,7 +135,7 @@ def test_misfit_matrix_state_is_told_from_any_source(cls, key, odd):
     assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, says)
 
 
-# What is changed by hand
+# Changes by hand
 
 NO_VALUE = torch.tensor(0.1, device="meta")
 LACKING = [(0, "eps"), (0, "momentum"), (1, "eps"), (1, "betas"), (1, "amsgrad"), (1, "fused")]
@@ -250,7 +250,7 @@ def test_adamws_state_stays_while_its_weight_is_on_meta():
     assert optimizer.state[bias]["exp_avg"].device == former.device
 
 
-# What is wrong in a file
+# Faults in a file
 
 
 def of_another_optimizer(key):

@@ -1,6 +1,6 @@
 """The two optimizers differ from PyTorch's by design, each difference beside what AdamW does.
 
-docs/torch-optim.md has the list with the reasons. What an input is refused with has its tests in
+docs/torch-optim.md has the list with the reasons. Tests of refused inputs are in
 ``test_bad_settings.py`` and ``test_checkpoint.py``.
 """
 

@@ -1,7 +1,7 @@
 """Ask both optimizers, in every setting, what PyTorch's own tests ask of a step.
 
 The checks are those of PyTorch's ``test_optim.py``, ``test_lrscheduler.py`` and ``test_swa_utils.py`` that concern an
-optimizer; :mod:`tests.torch_optimizers` has the settings. What differs by design is in docs/torch-optim.md.
+optimizer; :mod:`tests.torch_optimizers` has the settings. Differences by design are in docs/torch-optim.md.
 """
 
 import copy

@@ -187,7 +187,7 @@ def _admit(ops: Algebra, A: Tensor, G_tilde: Tensor, e_res: Tensor, **state: Ten
 
 
 KERNELS: tuple[Case, ...] = (
-    # What a balanced step, the default of a GPU, takes of its own.
+    # A balanced step's own, the default of a GPU.
     product_case("product Q^T G of pairs", "mmT pair, mn pair", operand="pair", timed=(FP32,)),
     Case("product Q^T G in bfloat16 of pairs", tensors("A mmT pair", "B mn weights"), call("product", "A", "B"),
          dtypes=(BF16,), module=product, balanced=True, **LIBRARY | {"timed": (BF16,)}),
@@ -221,7 +221,7 @@ KERNELS: tuple[Case, ...] = (
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
     apply_case("X scale left right active", half=True, timed=(FP32,), operand="polar"),
     apply_case("X scale left right active", "stochastic", half=True, dtypes=(BF16,)),
-    # What every step takes, and a faithful one in the place of those.
+    # Every step's, and a faithful one's in the place of those.
     stack_case("stack", False, dtypes=(FP32, BF16, FP16, FP64), timed=BOTH, operand="weights"),
     stack_case("stack negated", True),
     usable_case("usable, of a stack"),

@@ -79,7 +79,7 @@ FORMS = {
     PAPER: Hyper(PRO, 3e-2, preset="paper", bounded=False),
     SOAP: Hyper("soap", 3e-3),
 }
-"""What is compared, by label, at its first rate."""
+"""Everything that is compared, by label, at its first rate."""
 THREE = (OURS, MUON_9, KL)
 BY_HEADS, WHOLE = "q, k by heads", "whole weights"
 
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What its row has in the columns OWN."""
+        """Return what its row has in the columns OWN."""
         own = (self.scale.name, self.scale.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
         return tuple(map(rows.text, own))
 
@@ -113,7 +113,7 @@ class Trial:
 
 
 Losses = Mapping[tuple[str, ...], float]
-"""Of what has been trained, by key; infinite for what diverged."""
+"""Final losses by key; infinite for a run that diverged."""
 
 
 def searched(first: Trial, known: Losses) -> tuple[list[Trial], Trial | None]:

@@ -26,8 +26,8 @@ def shown(found: DataFrame) -> str:
 def best_runs(found: DataFrame) -> dict[str, DataFrame]:
     """Return the runs of every method at its best rate on the smaller model, by case, of all seeds.
 
-    Those of the usual length, on the data and with the vocabulary that have the most rows. Of changes, those alone that
-    divide a method's weights in the other way.
+    Those of the usual length, on the data and with the vocabulary that have the most rows. Changes alone that divide
+    a method's weights in the other way.
     """
     scale = SCALES["full"][0]
     its = found[(found["model"] == scale.name) & (found["steps"] == scale.steps)]

@@ -127,7 +127,7 @@ def climbed(
     """Search for the best power of a rate: try some, then those beside the best until both have been tried.
 
     It is a function of the losses that are known, so that a command goes on from its rows, and runs may end in any
-    order. Of equal losses the lower power is better.
+    order. The lower power of equal losses is better.
 
     Returns:
         What is tried, in its order, as far as the losses say; the best of it once the search has ended.

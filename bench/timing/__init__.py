@@ -1,1 +1,1 @@
-"""What steps take: time beside other packages'."""
+"""Times of whole steps beside other packages'."""

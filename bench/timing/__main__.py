@@ -1,4 +1,4 @@
-"""What a step takes: ``python -m bench.timing steps --out bench/results/step-cpu.csv``.
+"""Time whole steps: ``python -m bench.timing steps --out bench/results/step-cpu.csv``.
 
 ``steps`` times whole steps beside Muon's, AdamW's and other packages', and ``kernels`` what they launch. Primitives and
 kernels by themselves are ``pytest bench``. What --out has of this commit and machine is not measured again.

@@ -35,7 +35,7 @@ class Compiled:
         self.size = scale.micro_batch or scale.batch
         context = scale.config.context
         every = source.validation_batches(scale.eval_windows, self.size, context)
-        # What is compiled has one shape.
+        # The compiled loss takes one shape.
         self.validation = [self._here(batch) for batch in every if len(batch[0]) == self.size]
         if not self.validation:
             raise UsageError(

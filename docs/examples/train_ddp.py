@@ -74,7 +74,7 @@ parallel = DistributedDataParallel(model)
 
 
 class Training(Stateful):
-    """What a checkpoint has, of which every rank writes and reads its own part."""
+    """The contents of a checkpoint, of which every rank writes and reads its own part."""
 
     def state_dict(self):
         of_model, of_optimizer = get_state_dict(model, optimizer)

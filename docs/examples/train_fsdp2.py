@@ -109,7 +109,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (st
 
 
 class Training(Stateful):
-    """What a checkpoint has, of which every rank writes and reads its own part."""
+    """The contents of a checkpoint, of which every rank writes and reads its own part."""
 
     def state_dict(self):
         of_model, of_optimizer = get_state_dict(model, optimizer)

@@ -109,7 +109,7 @@ class Algebra:
     def second_stream(self, t: Tensor) -> AbstractContextManager[None]:
         """Return a context: work launched inside it does not wait for work launched after this call.
 
-        What is launched after the context waits for both. What it reads must be kept until its end.
+        Launches after the context wait for both. Keep what it reads until its end.
 
         Args:
             t: on the device of all that it reads.

@@ -55,7 +55,7 @@ class Method(Protocol):
                 the rows that are not active.
             h: hyper-parameters.
             aspect_scale: c_a (B,), of the weights' original shapes.
-            active: (B,) bool, the matrices that step; None: all. What comes out for the others may be anything.
+            active: (B,) bool, the matrices that step; None: all. Results for the others may be anything.
 
         Returns:
             The direction (B,m,n) as factors; what the step changes of the state; (B,) bool, False where of that only

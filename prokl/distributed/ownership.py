@@ -6,8 +6,8 @@ ceil(size / ranks), the last ones smaller or empty.
 Every matrix has one owner, who steps it and holds its state. Costs are dealt out the longest first, each to the rank
 with the least so far (Graham's LPT rule, at most 4/3 - 1/(3 world) of the best possible largest load), group after
 group, so that a group that is added later changes no owner. Equal shapes have equal costs and follow each other: every
-rank gets its share of each shape, which it steps as one batch. What lies whole on some ranks stays with these, unless
-they would have much more to do than others.
+rank gets its share of each shape, which it steps as one batch. A weight that lies whole on some ranks stays with these,
+unless they would have much more to do than others.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> No
 
 
 Lines = tuple[list[str], list[str]]
-"""What ranks must have alike of a team's weights: what each is, and who owns it."""
+"""Lines that all ranks must have alike: what each weight of a team is, and who owns it."""
 
 
 def compare(lines: Mapping[Team, Lines]) -> None:

@@ -285,7 +285,7 @@ class Engine:
         check("algorithm", group.get("algorithm"), ALGORITHM)
         matrix = group["algorithm"] == "matrix"
         needed = self.defaults if matrix else self.adamw.defaults(self.defaults["maximize"])
-        # What torch puts into every optimizer that is copied may be lacking in a matrix group.
+        # A matrix group may lack the key that torch puts into every optimizer that is copied.
         if missing := sorted(needed.keys() - group.keys() - ({"differentiable"} if matrix else set())):
             raise ValueError(
                 f"Group {index} has no {missing[0]}, which algorithm={group['algorithm']!r} needs, by default "

@@ -150,7 +150,7 @@ def check_gradient(weight: Weight, is_stepped: bool = True) -> None:
 
     Args:
         weight: whose gradient.
-        is_stepped: whether it is what a step goes through, and no part of that. What is lazily negated is negated then.
+        is_stepped: whether a step goes through it, and it is no part of that. A lazily negated one is negated then.
 
     Raises:
         RuntimeError: it is sparse.

@@ -1,8 +1,8 @@
 """Ranks of a gloo process group, started once for many tests.
 
 Each rank is a :class:`concurrent.futures.ProcessPoolExecutor` of one process: it is sent functions by their qualified
-names, with arguments that can be pickled, and its exceptions come back with their traceback. What starts the processes
-is multiprocessing's fork server, which imports torch once: the first pool of a session takes about five seconds on two
+names, with arguments that can be pickled, and its exceptions come back with their traceback. Multiprocessing's fork
+server starts the processes, and imports torch once: the first pool of a session takes about five seconds on two
 cores, each later one about one. Every pool has a folder and a FileStore of its own, and no port is chosen here, so that
 the workers of pytest-xdist do not meet; each of them has its own pools.
 """

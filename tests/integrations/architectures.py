@@ -263,7 +263,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 
-# Of timm, which needs torchvision: the model's name and its options.
+# timm's, which needs torchvision: the model's name and its options.
 TIMM: dict[str, tuple[str, dict[str, object]]] = {
     "timm-deit-distilled": ("deit_tiny_distilled_patch16_224", {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "timm-convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
