@@ -7,6 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import pytest
 import torch
 import typing_extensions
 from torch import nn
+from torch.testing import assert_close
 
 from prokl import param_groups
 from prokl.algorithm.polynomials import MUON
 from prokl.algorithm.settings import KL_ADVANCED, PRO_ADVANCED, Advanced
 from tests.inputs import KL, PRO, both, weight
 from tests.routing import holding
-from tests.training import OTHERS, differences, named, reloaded, silent, train
+from tests.training import OTHERS, differences, fine_and_odd, named, refused, reloaded, silent, train, weights_of
 
 
 class Listed(Sequence):
@@ -94,6 +96,27 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, way):
     group["a_count_of_the_users"], group["eps"] = count, _ = np.int64(1), 1e-9  # all is looked at anew
     train(optimizer, range(3, 4))
     assert group["a_count_of_the_users"] is count
+
+
+@both
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_numpys_rates_and_decays_set_between_steps_are_taken(cls, kind):
+    """A schedule computes them so, by np.cos or np.linspace; what is not finite is refused by name."""
+    optimizer, plain = fine_and_odd(cls), fine_and_odd(cls)
+    for call in range(3, 6):
+        for group, meant in zip(optimizer.param_groups, plain.param_groups, strict=True):
+            group["lr"], group["weight_decay"] = kind(call / 64), kind(0.5)
+            meant["lr"], meant["weight_decay"] = float(kind(call / 64)), float(kind(0.5))
+        with silent():
+            train(optimizer, [call])
+        assert_close(weights_of(optimizer), weights_of(train(plain, [call])))  # AdamW computes in NumPy's precision
+    for place, name in product(range(2), ("lr", "weight_decay")):
+        for bad in map(kind, (-1, "inf", "nan")):
+            group = optimizer.param_groups[place]
+            good, group[name] = group[name], bad
+            with refused(optimizer, f"Invalid {name}=.*: must be a finite number of at least 0"):
+                train(optimizer, [6])
+            group[name] = good
 
 
 @listed_in_any_way

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from operator import not_
 from typing import Any, Literal, TypedDict, get_args
 
@@ -194,8 +194,10 @@ def clone_if_tensor(value: Any) -> Any:
 
 
 def _is_number(value: Any, least: float = 0.0, below: float = 2**1024) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and least <= value < below
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number: Any = value if isinstance(value, Rational) else float(value)  # NumPy's do not compare with so large an int
+    return least <= number < below
 
 
 def _is_auto(value: Any) -> bool:
