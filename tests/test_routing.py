@@ -196,6 +196,31 @@ class Product(nn.Module):
         return W[:, :6].clone(), W[:6].clone()
 
 
+def test_a_module_whose_attributes_raise_is_routed_without_them():
+    """As a property weight does whose parts are gathered first."""
+    parts = {
+        "Raw": {"raw": torch.zeros(8, 6), "weight_orig": torch.zeros(4, 6)},
+        "Conv1D": {"weight": torch.zeros(8, 6)},
+        "OwnConv2d": {"weight": torch.zeros(4, 8, 3, 3)},
+        "OwnEmbedding": {"weight": torch.zeros(9, 8)},
+        "OwnExperts": {"gate_up_proj": torch.zeros(3, 8, 4)},
+        "OwnMLP": {"up": linear(8, 16), "gate_up_proj": linear(8, 6)},
+        "Phi3Attention": {"qkv_proj": linear(8, 20), "o_proj": linear(8, 8)},
+        "OwnAttention": {"q_proj": linear(8, 8), "k_proj": linear(8, 8)},
+    }
+    model = holding(**{name.lower(): of_class(name, "own", **held) for name, held in parts.items()})
+    without = by_name(model)
+
+    def raising(module, name):
+        if name in module._parameters or name in module._modules:
+            return nn.Module.__getattr__(module, name)
+        raise RuntimeError("gather me first")
+
+    for module in (model, *model.children()):
+        type(module).__getattr__ = raising
+    assert by_name(model) == without
+
+
 def test_a_parametrizations_factors_are_not_the_weight():
     layer = nn.utils.parametrize.register_parametrization(linear(8, 24), "weight", Product())
     found = param_groups(holding(attn=of_class("MptAttention", Wqkv=layer)), **RATES).routes

@@ -72,7 +72,7 @@ def stored_transposed(o: Owner) -> bool:
     if o.attr == "weight" and issubclass(o.cls, nn.modules.conv._ConvTransposeNd):
         return o.p.ndim >= 4
     if o.p.ndim == 3:
-        return getattr(o.module, "is_transposed", None) is True or o.kind in EXPERTS_IN_OUT
+        return read(o.module, "is_transposed") is True or o.kind in EXPERTS_IN_OUT
     return o.conv1d
 
 
@@ -87,7 +87,7 @@ def fused(o: Owner, rows: int) -> Split:
     if o.gated:
         return 4 if issubclass(o.cls, (nn.LSTM, nn.LSTMCell)) else 3
     if p.ndim == 3 and o.attr == "gate_up_proj":
-        apart = getattr(o.module, "is_concatenated", None) is True and getattr(o.module, "has_gate", None) is True
+        apart = read(o.module, "is_concatenated") is True and read(o.module, "has_gate") is True
         return 2 if apart or o.kind == "Llama4TextExperts" else None
     if not o.around or p.ndim != 2 or o.attr != "weight":
         return None
@@ -97,13 +97,13 @@ def fused(o: Owner, rows: int) -> Split:
         return None
     holder, cls = o.around[0], type(o.around[0])
     if o.last == "gate_up_proj":
-        return 2 if getattr(getattr(holder, "down_proj", None), "in_features", None) == rows // 2 else None
+        return 2 if read(read(holder, "down_proj"), "in_features") == rows // 2 else None
     names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
     of_all = o.last == "qkv" and rows == 3 * p.shape[1] and cls.__module__.startswith("transformers.models.")
     rule = next((FUSED[name, o.last] for name in names if (name, o.last) in FUSED), 3 if of_all else None)
     if rule != "grouped":
         return rule
-    head, shared = getattr(holder, "head_dim", None), getattr(holder, "num_key_value_heads", None)
+    head, shared = read(holder, "head_dim"), read(holder, "num_key_value_heads")
     if not (isinstance(head, int) and isinstance(shared, int)):
         return None
     sizes = (rows - 2 * head * shared, head * shared, head * shared)
@@ -196,7 +196,7 @@ class Layouts:
             if module is not None and rows == 3 * cols and known is None and not route.frozen:
                 self._suspects.append((route.names[0], module))
         note += words
-        told_so = (issubclass(o.cls, nn.Bilinear) or getattr(o.module, "is_transposed", None) is False for o in owners)
+        told_so = (issubclass(o.cls, nn.Bilinear) or read(o.module, "is_transposed") is False for o in owners)
         if p.ndim == 3 and not transposed and not any(told_so):
             note += "; each read as (out, in) (transposed= reads it as (in, out))"
         ranks = tuple(effective_rank(rank, min(size, cols), max(size, cols)) for size in sizes)

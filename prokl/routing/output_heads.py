@@ -61,7 +61,7 @@ class OutputHeads:
         self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
         self._closing: dict[Path, str] = {}
         tied = any(any(o.embedding for o in of_p) and any(o.linear for o in of_p) for of_p in owners.values())
-        tells = any(hasattr(module, method) for path, module in modules if not path for method in ASKED)
+        tells = any(read(module, method) for path, module in modules if not path for method in ASKED)
         if not (tells or self._sure or tied or any(o.layer and self._reason(o) for o in held)):
             self._closing = self._closing_layers(owners, matrices)
 
@@ -205,7 +205,7 @@ def _says_head(part: str) -> bool:
 def _outputs(o: Owner) -> int:
     """Return how many outputs a layer has."""
     if issubclass(o.cls, nn.modules.conv._ConvTransposeNd):
-        return int(getattr(o.module, "out_channels", o.p.shape[min(1, o.p.ndim - 1)]))
+        return int(read(o.module, "out_channels") or o.p.shape[min(1, o.p.ndim - 1)])
     return o.p.shape[1] if o.conv1d else o.p.shape[0]
 
 
@@ -219,14 +219,14 @@ def _inputs(o: Owner) -> Sequence[int]:
     if o.conv1d:
         return shape[:1]
     if o.convolution:
-        return (getattr(o.module, "in_channels", shape[1]),)
+        return (read(o.module, "in_channels") or shape[1],)
     return shape[-1:] if o.linear or o.recurrent or o.in_proj else [size for size in shape if size > 1]
 
 
 def _given(o: Owner) -> Sequence[int]:
     """Return the sizes that a weight may give to another layer."""
     if o.recurrent:
-        size: Any = getattr(o.module, "proj_size", 0) or getattr(o.module, "hidden_size", o.p.shape[-1])
+        size: Any = read(o.module, "proj_size") or read(o.module, "hidden_size") or o.p.shape[-1]
         return (size, 2 * size)  # in both directions
     return (_outputs(o),) if o.layer else o.p.shape
 

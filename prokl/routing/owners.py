@@ -62,7 +62,7 @@ class Owner:
         weight = self.attr == "weight"
         self.linear = weight and (issubclass(cls, nn.Linear) or "Linear" in self.kind)
         copy = weight and p.ndim == 2 and any(base.__name__ == "Conv1D" for base in cls.__mro__)
-        self.conv1d = copy and p.shape[1] == getattr(module, "nf", None)
+        self.conv1d = copy and p.shape[1] == read(module, "nf")
         self.convolution = issubclass(cls, nn.modules.conv._ConvNd) or CONVOLUTION_CLASS.search(self.kind) is not None
         self.raw = not (self.linear or (self.convolution and weight))
         self.layer = p.ndim >= 2 and (not self.raw or self.conv1d)
@@ -111,8 +111,8 @@ def _normed(module: nn.Module, attr: str) -> bool:
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
     held = module._parameters
-    computed = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
-    return computed and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
+    named = attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held)
+    return named and "weight" not in held and isinstance(read(module, "weight"), Tensor)
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:
@@ -143,7 +143,7 @@ def _has_graph(module: nn.Module) -> bool:
 
 def asked(model: nn.Module, method: str) -> Any:
     """Call a method of a model, and return its result; () where there is no such method, or it fails."""
-    ask = getattr(model, method, None)
+    ask = read(model, method)
     try:
         return ask() if callable(ask) else ()
     except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one

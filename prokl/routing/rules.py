@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import BETAS, NONNEGATIVE, RATE, Bound, check, plain
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.routing.owners import Owner, asked
+from prokl.routing.owners import Owner, asked, read
 from prokl.routing.routes import Algorithm, Route
 
 TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
@@ -114,7 +114,7 @@ def untrainable(owners: Sequence[Owner]) -> str | None:
         return f"its layout is {p.layout}; store it dense, or freeze it"
     if not p.is_complex() and p.dtype not in PARAMETER_DTYPES:
         return f"its dtype is {p.dtype}; store it as float16, bfloat16, float32 or float64, or freeze it"
-    if any(o.embedding and getattr(o.module, "sparse", False) for o in owners):
+    if any(o.embedding and read(o.module, "sparse") for o in owners):
         return "its embedding makes sparse gradients; build it with sparse=False, or freeze it"
     return None
 
