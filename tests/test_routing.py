@@ -147,6 +147,11 @@ KINDS = [
     (nn.ConvTranspose2d(4, 8, 3, bias=False), "matrix", "convolution, flattened to 4x72; stored (in, out)"),
     (nn.Conv3d(4, 8, (1, 2, 3), bias=False), "matrix", "convolution, flattened to 8x24"),
     (nn.Conv1d(4, 8, 3, bias=False), "adamw", "3-D weight of Conv1d, which would be read as a stack of 8"),
+    (
+        of_class("XLNetRelativeAttention", weight=torch.zeros(8, 2, 4)),
+        "adamw",
+        "3-D weight of XLNetRelativeAttention, which would be read as a stack of 8",
+    ),
     (nn.Bilinear(3, 4, 5, bias=False), "matrix", "stack of 5, weight of Bilinear"),
     (nn.Embedding(8, 4), "adamw", "embedding (Embedding)"),
     (nn.EmbeddingBag(8, 4), "adamw", "embedding (EmbeddingBag)"),

@@ -108,8 +108,8 @@ def param_groups(
     9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
        weight of a layer (a gain or a bias stored as a matrix).
     10. Weights of linear layers, ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
-    11. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight goes to
-        AdamW, because it would be read as a stack of matrices.
+    11. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight, and those of XLNet's
+        and Funnel's attention, go to AdamW, because they would be read as stacks of matrices.
     12. 3-D: matrix, as a stack of experts, each with a state of its own.
     13. 2-D: matrix. That a module multiplies its own parameter as a matrix is a guess, which the table says.
     14. Anything left has four dimensions or more and is no convolution: AdamW.

@@ -26,6 +26,8 @@ ELEMENTWISE = re.compile(
 )
 """Names of parameters that act element by element: Mamba's A_log, S4D's log_A_real and A_imag, RWKV's time_decay and
 time_faaaa, scales of heads."""
+ONE_IN_3D = {"XLNetRelativeAttention", "FunnelRelMultiheadAttention"}
+"""Classes of transformers with matrices in three dimensions, (in, heads, rows of a head), which are no stacks."""
 Own = tuple[tuple[str, Any], ...]
 """Settings of a parameter's own, by name."""
 OWN: dict[str, Bound] = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
@@ -169,8 +171,8 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
     shape, convolution = MatrixShape.of(p), first(lambda o: o.convolution)
     if shape.m == 1 and all(o.raw for o in owners):
         return to("adamw", f"one row or column, {what}", decays=False)
-    if p.ndim == 3 and convolution:
-        return to("adamw", f"3-D weight of {convolution.kind}, which would be read as a stack of {shape.count}")
+    if p.ndim == 3 and (o := convolution or first(lambda o: o.kind in ONE_IN_3D)):
+        return to("adamw", f"3-D weight of {o.kind}, which would be read as a stack of {shape.count}")
     if shape.m == 1:
         return to("adamw", f"one row or column, {what}")
     if p.ndim == 2 and (o := first(lambda o: o.linear)):
