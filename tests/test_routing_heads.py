@@ -81,6 +81,11 @@ STATED = {
         [(3, 3, 3, 3, 3, 3, 6)],
     ),
     "GPT-NeoX, head by head": (fused("GPTNeoXAttention", "query_key_value", 24, num_heads=2, head_size=4), [6]),
+    "Bark": (fused("BarkSelfAttention", "att_proj", 24, num_heads=2, head_dim=4), [(4, 4, 4, 4, 8)]),
+    "DeBERTa, head by head": (
+        fused("DisentangledSelfAttention", "in_proj", 24, num_attention_heads=2, attention_head_size=4),
+        [6],
+    ),
     "a stack": (
         with_settings(holding(wq=torch.zeros(2, 12, 8), wk=torch.zeros(2, 8, 8)), n_heads=3, n_kv_heads=2, head_dim=4),
         [3, 2],
@@ -211,6 +216,15 @@ def test_a_weight_split_by_hand_divides_by_stated_heads():
     assert read(model, split={"*.qkv.weight": (8, 8, 4, 4)})["qkv"] == (8, 8, 4, 4)
 
 
+@pytest.mark.parametrize("name", ["qkv_w", "qkv_weight", "Wqkv"])
+def test_a_parameter_split_by_hand_divides_by_heads(name):
+    """As a layer of that name, by heads that its module states or that are told."""
+    bare = holding(**{name: torch.zeros(24, 10)})
+    stated = with_settings(holding(**{name: torch.zeros(24, 10)}), n_head=2, head_dim=4)
+    assert read(bare, split={f"*.{name}": 3}, heads={f"*.{name}": 4})[name] == (2,) * 8 + (8,)
+    assert read(stated, split={f"*.{name}": 3})[name] == (4, 4, 4, 4, 8)
+
+
 BAD = {
     "that does not divide": (
         {"*.a.weight": 5},
@@ -225,7 +239,7 @@ BAD = {
     ),
     "of pieces without names": (
         {"*.own.weight": 2},
-        "2 heads .*which of its rows are queries and keys is not known, so give split=: 3 .* or all sizes",
+        "2 heads .*: its name does not say which of its 3 pieces are queries and keys, so give split= the rows of",
     ),
     "of what is named as fused": (
         {"*.kv.weight": 2},

@@ -57,6 +57,8 @@ READ = {
     ),
     "llama-4": (experts("Llama4TextExperts", True), [(True, 2), TURNED]),
     "mixtral": (experts(is_transposed=False, is_concatenated=True, has_gate=True), [(False, 2), WHOLE]),
+    "LongCat": (experts("LongcatFlashExperts"), [(False, 2), WHOLE]),
+    "Step 3.7": (experts("Step3p7Experts"), [(False, 2), WHOLE]),
     "unknown experts": (experts(), [WHOLE, WHOLE]),
     "attention": (nn.MultiheadAttention(16, 2), [(False, 3), WHOLE]),
     "attention of other sizes": (nn.MultiheadAttention(16, 2, kdim=8, vdim=4), [WHOLE] * 4),
@@ -84,6 +86,16 @@ READ = {
     "timm": (of_class("Attention", "timm.layers.attention", qkv=linear(8, 24)), [(False, 3)]),
     "an attention elsewhere": (of_class("Attention", "elsewhere", qkv=linear(8, 24)), [WHOLE]),
     "q, k and v of a head side by side": (of_class("GPTNeoXAttention", query_key_value=linear(8, 24)), [WHOLE]),
+    "Bark": (of_class("BarkSelfAttention", att_proj=linear(8, 24)), [(False, 3)]),
+    "CLVP's gated unit": (of_class("ClvpGatedLinearUnit", proj=linear(8, 24)), [(False, 2)]),
+    "Granite's shared expert": (of_class("GraniteMoeHybridMLP", input_linear=linear(8, 24)), [(False, 2)]),
+    "Moonshine's decoder": (of_class("MoonshineDecoderMLP", fc1=linear(8, 24), fc2=linear(12, 8)), [(False, 2), WHOLE]),
+    "GEGLU of diffusers": (of_class("GEGLU", "diffusers.models.activations", proj=linear(8, 24)), [(False, 2)]),
+    "a GEGLU elsewhere": (of_class("GEGLU", "elsewhere", proj=linear(8, 24)), [WHOLE]),
+    "groups with inputs of their own": (
+        holding(o_a_proj=of_class("DeepseekV4GroupedLinear", weight=torch.zeros(12, 8), n_groups=3)),
+        [(False, 3)],
+    ),
     "CodeGen": (of_class("CodeGenAttention", qkv_proj=linear(8, 24)), [WHOLE]),
     "qkv of transformers": (of_class("BlipAttention", "transformers.models.blip", qkv=linear(8, 24)), [(False, 3)]),
     "qkv of transformers, other sizes": (
@@ -135,7 +147,7 @@ def test_reasons_say_how_a_weight_is_read():
         "weight_hr_l0": "weight_hr_l0 of LSTM",
     }
     hint = "linear layer; whole, though named as fused (split= takes consecutive pieces)"
-    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12", "query_key_value")
+    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12", "query_key_value", "to_qkv_mlp_proj")
     whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "in_proj", "kvasir", "w1")
     model = holding(**{name: linear(8, 24) for name in (*fused, *whole)})
     reasons = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
@@ -243,7 +255,10 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
     upper, model = (
         nn.ModuleDict({str(i): holding(**{name: linear(8, 24)}) for i in range(2)}) for name in ("Wqkv", "qkv")
     )
+    bare = nn.ModuleDict({str(i): holding(qkv_weight=torch.zeros(24, 8)) for i in range(2)})
     for own, says in (
+        (bare, r"'0.qkv_weight' and others look like q, k and v.*split={'\*\.qkv_weight': 3}"),
+        (holding(Wqkv=torch.zeros(24, 8)), "'Wqkv' looks like q, k and v.*split={'Wqkv': 3}"),
         (normed, r"split={'\*\.qkv\.parametrizations\.weight\.original1': 3}"),  # of one module's weights
         (upper, r"split={'\*\.Wqkv\.weight': 3}"),
         (model, r"'0.qkv.weight' and others look like q, k and v.*split={'\*.qkv.weight': 3}"),
@@ -257,6 +272,8 @@ def test_q_k_and_v_in_a_weight_of_ones_own_are_warned_of():
     with silent():
         for own in told:
             param_groups(model, **RATES, **own)
+        param_groups(bare, **RATES, split={"*.qkv_weight": 3})
+        param_groups(holding(qkv_w=torch.zeros(16, 8)), **RATES)
         param_groups(holding(qkv=linear(8, 12)), **RATES)  # one key and value for all heads, or something else
         model["0"].qkv.requires_grad_(False), model["1"].qkv.requires_grad_(False)
         param_groups(nn.ModuleDict({**model, "head": linear(8, 8)}), **RATES)

@@ -25,6 +25,8 @@ from prokl.routing.rules import first_match, quoted
 
 EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}
 """Classes of transformers whose stacks are (expert, in, out)."""
+GATE_THEN_UP = {"Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts"}
+"""Those that do not say that gate and up lie one after another in ``gate_up_proj``."""
 FUSED: dict[tuple[str, str], int | Literal["grouped"]] = {
     ("ModernBertAttention", "wqkv"): 3,
     ("ModernBertMLP", "wi"): 2,
@@ -40,22 +42,40 @@ FUSED: dict[tuple[str, str], int | Literal["grouped"]] = {
     ("EfficientFormerSelfAttention", "qkv"): 1,
     ("GPTBigCodeAttention", "c_attn"): 1,
     ("MiniMaxLightningAttention", "qkv_proj"): 1,
+    ("BarkSelfAttention", "att_proj"): 3,
+    ("BarkSelfFlashAttention2", "att_proj"): 3,
+    ("ClvpGatedLinearUnit", "proj"): 2,
+    ("GraniteMoeHybridMLP", "input_linear"): 2,
+    ("GraniteMoeSharedMLP", "input_linear"): 2,
+    ("MoonshineDecoderMLP", "fc1"): 2,
+    ("MoonshineStreamingDecoderMLP", "fc1"): 2,
+    ("diffusers.models.activations.GEGLU", "proj"): 2,
+    ("diffusers.models.activations.SwiGLU", "proj"): 2,
     ("timm.layers.attention.Attention", "qkv"): 3,
     ("timm.models.swin_transformer.WindowAttention", "qkv"): 3,
 }
 """(class of the module, its linear layer) -> into how many pieces the layer's outputs divide, or "grouped": q, k and v,
 of fewer heads of keys. It is 1 where they take turns. With the file of a common class name. In transformers all other
 layers ``qkv`` with three times as many outputs as inputs have 3."""
-NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|c_attn|gate_up|up_gate|w12|w13)(_proj)?|query_key_value")
-"""Modules whose outputs are several matrices as a rule, mostly one after another."""
+NAMED_AS_FUSED = re.compile(
+    r"((\w+_)?(w?qkv|w?kv|qkv_mlp|c_attn|gate_up|up_gate|w12|w13)(_proj)?|query_key_value)(_w|_weight)?"
+)
+"""Modules and parameters whose outputs are several matrices as a rule, mostly one after another."""
 PROJECTION = re.compile(
     r"(?:(?:to|add|linear|c)_|w_?)?(q|k|query|key|queries|keys)s?(?:_b)?(?:_(?:proj|projection|lin|linear|attn|layer|global))?(?:_weight)?"
 )
 """Names of modules and parameters that make queries or keys."""
-QKV, KV = re.compile(r"(\w+_)?w?qkv(_proj)?|c_attn"), re.compile(r"(\w+_)?w?kv(_proj)?|c_attn")
-"""Names of layers that make queries, keys and values one after another, or keys and values, if they make so many."""
-SIDE_BY_SIDE = {"BloomAttention", "GPTNeoXAttention", "GPTNeoXJapaneseAttention", "PersimmonAttention"}
-"""Classes of transformers whose ``query_key_value`` makes q, k and v of the first head, then of the next."""
+QKV = re.compile(r"((\w+_)?w?qkv(_proj)?|c_attn|att_proj)(_w|_weight)?")
+KV = re.compile(r"((\w+_)?w?kv(_proj)?|c_attn)(_w|_weight)?")
+"""Names of what makes queries, keys and values one after another, or keys and values, if it makes so many."""
+SIDE_BY_SIDE = {
+    "BloomAttention": "query_key_value",
+    "DisentangledSelfAttention": "in_proj",
+    "GPTNeoXAttention": "query_key_value",
+    "GPTNeoXJapaneseAttention": "query_key_value",
+    "PersimmonAttention": "query_key_value",
+}
+"""Layers that make q, k and v of the first head, then of the next, by classes of transformers."""
 
 HEADS = ("n_local_heads", "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 KEY_HEADS = ("n_local_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -88,13 +108,15 @@ def fused(o: Owner, rows: int) -> Split:
         return 4 if issubclass(o.cls, (nn.LSTM, nn.LSTMCell)) else 3
     if p.ndim == 3 and o.attr == "gate_up_proj":
         apart = read(o.module, "is_concatenated") is True and read(o.module, "has_gate") is True
-        return 2 if apart or o.kind == "Llama4TextExperts" else None
+        return 2 if apart or o.kind in GATE_THEN_UP else None
     if not o.around or p.ndim != 2 or o.attr != "weight":
         return None
     if o.conv1d and o.last == "c_attn" and p.shape[1] in (2 * p.shape[0], 3 * p.shape[0]):
         return p.shape[1] // p.shape[0]
     if not o.linear:
         return None
+    if o.kind == "DeepseekV4GroupedLinear":  # block diagonal: each group of rows has inputs of its own
+        return _first([o.module], ["n_groups"])
     holder, cls = o.around[0], type(o.around[0])
     if o.last == "gate_up_proj":
         return 2 if read(read(holder, "down_proj"), "in_features") == rows // 2 else None
@@ -137,7 +159,7 @@ class Layouts:
         self._counts: dict[str | None, int] = {q: _number(pattern, told[pattern]) for q, pattern in self._heads.items()}
         self._unused = {*self._transposed, *self._split, *self._heads}
         self._suspects: list[tuple[str, str]] = []
-        """Weights, and their modules' last names, that stay whole, though both look like q, k and v in one."""
+        """Weights that stay whole, though they look like q, k and v in one, and the part of the name that says so."""
 
     def of(self, owners: Sequence[Owner], route: Route, rank: Rank) -> Route:
         """Return the route of a matrix weight with its layout, its rank, and the reason that says so.
@@ -172,8 +194,9 @@ class Layouts:
         note = "; stored (in, out)" if transposed else ""
         if split is not None:
             note += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
-        layers = (o.last for o in owners if o.linear or o.conv1d)
-        unsplit = split is None and by_hand is None and any(map(NAMED_AS_FUSED.fullmatch, layers))
+        tall = p.ndim == 2 and rows == 3 * cols
+        called = [_called(o) for o in owners if o.linear or o.conv1d or (tall and o.attr != "weight")]
+        unsplit = split is None and by_hand is None and any(map(NAMED_AS_FUSED.fullmatch, called))
         divided, words, told = None, "", self._counts.get(counted)
         try:
             if told != 1 and (told or self._by_heads):
@@ -192,9 +215,9 @@ class Layouts:
             split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
-            module = next((o.last for o in owners if QKV.fullmatch(o.last)), None)
-            if module is not None and rows == 3 * cols and known is None and not route.frozen:
-                self._suspects.append((route.names[0], module))
+            suspect = next(filter(QKV.fullmatch, called), None)
+            if suspect is not None and tall and known is None and not route.frozen:
+                self._suspects.append((route.names[0], suspect))
         note += words
         told_so = (issubclass(o.cls, nn.Bilinear) or read(o.module, "is_transposed") is False for o in owners)
         if p.ndim == 3 and not transposed and not any(told_so):
@@ -216,8 +239,8 @@ class Layouts:
             )
         if not self._suspects:
             return None
-        name, module = self._suspects[0]
-        place = name.lower().rfind(f".{module}.")
+        name, part = self._suspects[0]
+        place = f"{name.lower()}.".rfind(f".{part}.")
         pattern = name if place < 0 else f"*{name[place:]}"  # of all blocks
         return (
             f"{name!r}{' and others look' if len(self._suspects) > 1 else ' looks'} like q, k and v in one weight, "
@@ -264,7 +287,12 @@ def by_heads(
         return None, ""
     if o.p.ndim > 3:
         raise NotByHeads("it is a convolution, which stays whole")
-    if not letters and (unsplit or len(sizes) > 1):
+    if not letters and len(sizes) > 1:
+        raise NotByHeads(
+            f"its name does not say which of its {len(sizes)} pieces are queries and keys, so give split= the rows of "
+            "every head, and of the values, in place of heads="
+        )
+    if not letters and unsplit:
         raise NotByHeads(
             "which of its rows are queries and keys is not known, so give split=: 3 for q, k and v one after another, "
             "2 for k and v, or all sizes"
@@ -299,9 +327,8 @@ def _roles(o: Owner, count: int) -> str:
 
     "*" is one that makes all three, head by head.
     """
-    layer = o.attr == "weight" and o.last
-    name = o.last if layer else o.attr
-    if count == 1 and name == "query_key_value" and type(_holders(o)[0]).__name__ in SIDE_BY_SIDE:
+    layer, name = o.attr == "weight" and o.last, _called(o)
+    if count == 1 and name == SIDE_BY_SIDE.get(type(_holders(o)[0]).__name__):
         return "*"
     if count == 1:
         named = PROJECTION.fullmatch(name)
@@ -311,6 +338,11 @@ def _roles(o: Owner, count: int) -> str:
         return role if role == "q" or _rows_beside(o, "q", False) else ""  # RWKV's key is no attention's
     fused = {2: (KV, "kv"), 3: (QKV, "qkv")}.get(count)
     return fused[1] if fused and (o.in_proj or fused[0].fullmatch(name)) else ""
+
+
+def _called(o: Owner) -> str:
+    """Return the name of a layer, or of a parameter that its module multiplies itself."""
+    return o.last if o.attr == "weight" and o.last else o.attr
 
 
 def _stated(o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -136,6 +136,15 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         v_head_dim=8,
     ),
     "mamba": hf("MambaForCausalLM", **TEXT, hidden_size=32, state_size=8, num_hidden_layers=2),
+    "granite-hybrid": hf(
+        "GraniteMoeHybridForCausalLM",
+        **DECODER | {"num_hidden_layers": 1},
+        **EXPERTS,
+        shared_intermediate_size=24,
+        layer_types=["full_attention"],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    ),
     "rwkv": hf("RwkvForCausalLM", **TEXT, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
     # encoders
     "bert-pretraining": hf("BertForPreTraining", **ENCODER),
@@ -144,6 +153,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "electra-pretraining": hf("ElectraForPreTraining", **ENCODER, embedding_size=16),
     "electra-masked": hf("ElectraForMaskedLM", **ENCODER, embedding_size=16),
     "albert-pretraining": hf("AlbertForPreTraining", **ENCODER, embedding_size=16),
+    "deberta": hf("DebertaForMaskedLM", **ENCODER),
     "deberta-v2-tokens": hf("DebertaV2ForTokenClassification", **ENCODER, relative_attention=True, position_buckets=8),
     "distilbert-answers": hf(
         "DistilBertForQuestionAnswering",
@@ -178,6 +188,27 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         conv_kernel=(3, 3),
         num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2,
+    ),
+    "moonshine": hf(
+        "MoonshineForConditionalGeneration",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        **{f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")},
+        **{
+            f"{part}_num_{heads}": 4
+            for part in ("encoder", "decoder")
+            for heads in ("attention_heads", "key_value_heads")
+        },
+    ),
+    "bark": hf(
+        "BarkSemanticModel",
+        input_vocab_size=97,
+        output_vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        block_size=64,
     ),
     # images
     "vit-labels": hf("ViTForImageClassification", **VISION, num_labels=5),

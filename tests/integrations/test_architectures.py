@@ -1,6 +1,8 @@
 """Weights of real architectures go where tests/data/architectures.csv says, and why; each line was read by eye."""
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -14,7 +16,7 @@ for package in ("transformers", "peft", "diffusers"):
 
 import transformers  # noqa: E402
 
-from prokl.routing.layout import FUSED  # noqa: E402
+from prokl.routing.layout import FUSED, GATE_THEN_UP  # noqa: E402
 from tests.integrations.architectures import ARCHITECTURES, TIMM, build_timm, lines, recorded  # noqa: E402
 from tests.training import silent  # noqa: E402
 
@@ -42,6 +44,26 @@ def test_every_qkv_of_transformers_makes_q_then_k_then_v():
     assert count > 30
 
 
+def source(cls):
+    """Return the source of a class of transformers, or of one that is named with its module."""
+    module, _, name = cls.rpartition(".")
+    if module:
+        return inspect.getsource(getattr(importlib.import_module(module), name))
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        if f"\nclass {cls}(" in text:
+            return next(ast.get_source_segment(text, c) for c in ast.parse(text).body if getattr(c, "name", "") == cls)
+
+
+HALVES = [(cls, layer) for (cls, layer), pieces in FUSED.items() if pieces == 2]
+
+
+@pytest.mark.parametrize("cls, layer", [*HALVES, *((cls, "gate_up_proj") for cls in sorted(GATE_THEN_UP))])
+def test_outputs_that_divide_into_two_are_halves(cls, layer):
+    found = source(cls)
+    assert re.search(rf"self\.{layer}\b", found, re.IGNORECASE) and re.search(r"chunk\(2, dim=-1\)", found)
+
+
 @pytest.mark.parametrize("name", TIMM)
 def test_weights_of_timm_go_where_the_table_says(name, timm):
     assert lines(name, build_timm(timm, name)) == RECORDED[name]
@@ -51,10 +73,10 @@ def test_the_table_holds_these_architectures_and_no_others():
     assert list(RECORDED) == [*ARCHITECTURES, *TIMM]
 
 
-# Those of text that compute in float64. DeBERTa has relative positions; GPT-J's and GPT-NeoX's turn other pairs.
+# Those of text that compute in float64. DeBERTa v2 has relative positions; GPT-J's and GPT-NeoX's turn other pairs.
 TURNED = ["gpt2", "gpt2-cross-attention", "bloom", "opt", "llama", "phi3", "mistral", "qwen3", "gemma3"]
 TURNED += ["bert-pretraining", "roberta-masked", "electra-masked", "albert-pretraining", "distilbert-answers"]
-TURNED += ["modernbert", "t5", "bart-labels"]
+TURNED += ["modernbert", "t5", "bart-labels", "deberta", "bark"]
 
 
 def outputs(model):
@@ -81,7 +103,7 @@ def turn(model, times):
         cos, sin = angles.cos().diag(), angles.sin().diag()
         rotation = torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
         for start in range(0, end, size):
-            if "query_key_value" not in route.names[0] or start // size % 3 < 2:  # the third is of values
+            if "q, k and v by heads" not in route.reason or start // size % 3 < 2:  # the third is of values
                 rows[start : start + size] = rotation @ rows[start : start + size]
 
 
