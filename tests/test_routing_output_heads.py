@@ -1,5 +1,6 @@
 """Output heads: structure says which layer is one, names where it says nothing, and a hidden layer is never one."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,55 @@ HEADS = {
         ),
         {"heads.sa", "attention.fc"},
     ),
+    "DETR's": (
+        holding(
+            h=blocks(),
+            class_embed=linear(8, 6),
+            bbox_embed=nn.ModuleList([copy.deepcopy(BOX), copy.deepcopy(BOX)]),
+            enc_score_embed=mlp(8, 5, 3),
+        ),
+        {"class_embed", "bbox_embed.0.layers.2", "bbox_embed.1.layers.2", "enc_score_embed.2"},
+    ),
+    "SAM's masks": (
+        holding(mask_embed=nn.Sequential(nn.Conv2d(1, 4, 2), nn.Conv2d(4, 8, 1)), lm_head=linear(8, 5)),
+        {"lm_head"},
+    ),
+    "no classifier yet, and positions": (
+        holding(
+            h=blocks(),
+            pre_classifier=linear(8, 8),
+            query_pos_head=holding(layers=nn.ModuleList([linear(4, 9), linear(9, 8)])),
+            ref_point_head=mlp(16, 9, 8),
+            reference_points_head=mlp(16, 9, 8),
+            classifier=linear(8, 3),
+        ),
+        {"classifier"},
+    ),
+    "a head that pools": (
+        holding(
+            vision=holding(
+                h=blocks(),
+                head=holding(attention=nn.MultiheadAttention(8, 2), mlp=holding(fc1=linear(8, 9), fc2=linear(9, 8))),
+            ),
+            other=holding(h=blocks(), head=holding(k_proj=linear(8, 8), o_proj=linear(8, 8))),
+            score=linear(8, 3),
+        ),
+        {"score"},
+    ),
+    "a head of several blocks": (
+        holding(h=blocks(), predictor=holding(h=nn.ModuleList([holding(key=linear(8, 8))]), proj=linear(8, 7))),
+        {"predictor.proj"},
+    ),
+    "numbered attention": (
+        holding(
+            mid=holding(attn_1=holding(k=nn.Conv2d(8, 8, 1), proj_out=nn.Conv2d(8, 8, 1))), conv_out=nn.Conv2d(8, 3, 3)
+        ),
+        {"conv_out"},
+    ),
+    "behind a stem": (
+        holding(stem=holding(convs=nn.Conv2d(3, 8, 3), conv_out=linear(24, 8)), h=blocks(), fc=linear(8, 3)),
+        {"fc"},
+    ),
     "a router": (holding(up=linear(8, 9), router=linear(8, 4)), {}),
     "deeper in": (holding(up=linear(8, 9), inner=holding(fc2=linear(9, 5))), {}),
     "not the last": (holding(up=linear(8, 9), side=linear(9, 5), back=linear(9, 8)), {}),
@@ -241,7 +291,7 @@ PATHS = """
     lm_head model.LM_Head mtp.0.lm_head lm_heads.2 unembed embed_out head heads.head value_head cls.predictions.decoder
     classifier module.head _orig_mod.score module._orig_mod.lm_head head._orig_mod head.module classifier.out_proj
     classification_head.out_proj discriminator_predictions.dense_prediction cls.seq_relationship class_labels_classifier
-    multiple_choice_head.summary logits_proj heads.first classifiers.0 net.heads.1 conv_out proj_out_2
+    multiple_choice_head.summary logits_proj heads.first classifiers.0 net.heads.1 proj_out_2
     head.modules_to_save.default classifier.modules_to_save.default.out_proj score.original_module lm_head.base_layer
 """.split()
 OTHER_PATHS = """

@@ -20,12 +20,17 @@ Path = tuple[str, ...]
 
 ANYWHERE = re.compile(r"(\w+_)?lm_?heads?|output_heads?|unembed(ding)?|embed_out|to_logits")
 # Modules whose last layer is the output: RoBERTa's classifier.out_proj, DETR's bbox_predictor.layers.2.
-WHOLE = re.compile(r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits)|scores?|qa_outputs|logits_\w+")
+WHOLE = re.compile(
+    r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits)|scores?|qa_outputs|logits_\w+"
+    r"|(\w+_)?(class|bbox|score|mask)_embed"  # DETR's; SAM's, of convolutions, is none
+)
+# Named so, and none: DistilBERT's layer before the classifier, and DETR-like models' of positions.
+HIDDEN = re.compile(r"pre_classifier|(\w+_)?(query_pos|ref_points?|reference_points?)_head")
 LAYER = re.compile(
     r"outputs?|output_(layer|proj|projection)|fc|fc_out|decoder|seq_relationship|proj_out(_\d+)?|conv_out|last_linear"
 )
 # Attention, where it holds keys: sa_heads.heads.0.value and cross_attn.fc are hidden.
-ATTENTION = re.compile(r"(\w+_)?(sa|attn|attention|mha)(_heads)?")
+ATTENTION = re.compile(r"(\w+_)?(sa|attn|attention|mha)(_heads|_?\d+)?")
 KEYS = re.compile(r"(to_)?(k|key|keys|qkv|kv)(_proj|_linear)?")
 ROUTER = re.compile(r"(\w+_)?(router|gate)")
 ASKED = ("get_output_embeddings", "get_classifier")
@@ -50,6 +55,8 @@ class OutputHeads:
             if o.linear and after.linear and LAYER.fullmatch(o.last)
             if after.path[: len(o.path) - 1] == o.path[:-1] and _outputs(o) in _inputs(after)
         }
+        self._hidden |= {o.path for o in matrices if o.linear and o.last == "conv_out"}  # behind a stem's convolutions
+        self._keys = [o.path for o in matrices if o.in_proj or (o.layer and KEYS.fullmatch(o.last))]
         self._several = sum(p.ndim >= 2 for p in owners) > 1
         self._shared = len(os.path.commonprefix([o.path for o in held]))
         self._lists = {path: m for path, m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
@@ -156,6 +163,8 @@ class OutputHeads:
             head = o.path[:end]
             if not _says_head(head[-1]) or head in self._hidden or not self._outside(head, o):
                 continue
+            if o.convolution and head[-1].endswith("_embed"):
+                continue
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
             if WHOLE.fullmatch(head[-1]) and self._ends(o.path, head):
@@ -175,8 +184,10 @@ class OutputHeads:
 
     def _ends(self, path: Path, head: Path) -> bool:
         """Return True if ``path`` is the last layer of ``head``, or of one of the heads that ``head`` lists."""
-        if head in self._lists and head[-1].endswith("s"):
+        if head in self._lists and head[-1].endswith(("s", "_embed")):
             head = path[: len(head) + 1]
+        if any(keys[: len(head)] == head and not _in_copy(keys) for keys in self._keys):
+            return False  # SigLIP's head, which pools by attention
         inside = self._inside(head)
         others = {*inside} - {path, head} - self._hidden
         if path not in inside or any(_says_head(other[-1]) for other in others):
@@ -199,7 +210,7 @@ def _without_index(path: Path) -> Path:
 
 
 def _says_head(part: str) -> bool:
-    return WHOLE.fullmatch(part) is not None or LAYER.fullmatch(part) is not None
+    return not HIDDEN.fullmatch(part) and (WHOLE.fullmatch(part) or LAYER.fullmatch(part)) is not None
 
 
 def _outputs(o: Owner) -> int:

@@ -102,9 +102,10 @@ def param_groups(
        largest embedding has rows, if nothing in the model takes that many inputs, and the last linear layer of a model
        that is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``, ``unembed`` and
        the like anywhere, ``head``, ``classifier``, ``output`` and the like outside repeated blocks, and of several
-       layers in such a module the last. A router is none, nor a layer whose outputs the next one takes. Last, where
-       none of this finds any head: the linear layers that come after all other weights, directly in the model, each
-       taking another's outputs and giving what none takes (``fc2``, ``policy`` and ``value``).
+       layers in such a module the last. A router is none, nor a head that pools by attention, nor a layer whose outputs
+       the next one takes. Last, where none of this finds any head: the linear layers that come after all other weights,
+       directly in the model, each taking another's outputs and giving what none takes (``fc2``, ``policy`` and
+       ``value``).
     9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
        weight of a layer (a gain or a bias stored as a matrix).
     10. Weights of linear layers, ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
