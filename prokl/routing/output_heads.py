@@ -47,6 +47,8 @@ class OutputHeads:
         modules = [(tuple(name.split(".")) if name else (), module) for name, module in named]
         matrices = [o for o in held if o.p.ndim >= 2 and not (o.norm or o.embedding)]
         self._layers = dict.fromkeys(o.path for o in held if o.layer)
+        keys = [path for path in self._layers if path and KEYS.fullmatch(path[-1])]
+        self._holding_keys = {path[:end] for path in keys for end in range(1, len(path))}
         self._inputs = {size for o in held for size in _inputs(o)}
         # Linear layers named fc, output or decoder whose outputs the next one takes, which lies beside them, or below.
         self._hidden = {
@@ -172,8 +174,8 @@ class OutputHeads:
         return None
 
     def _in_attention(self, path: Path) -> bool:
-        around = [path[:end] for end in range(1, len(path)) if ATTENTION.fullmatch(path[end - 1])]
-        return any(KEYS.fullmatch(layer[-1]) for module in around for layer in self._inside(module))
+        around = (path[:end] for end in range(1, len(path)) if ATTENTION.fullmatch(path[end - 1]))
+        return any(module in self._holding_keys for module in around)
 
     def _outside(self, path: Path, o: Owner) -> bool:
         """Return True if a module lies outside repeated blocks, or gives the output of a whole net in a list."""
