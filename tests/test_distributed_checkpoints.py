@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed.checkpoints import DCP, contents, load, read, refuse, resume, save, save_and_go_on
+from tests.distributed.checkpoints import DCP, contents, gathered, load, read, refuse, resume, save, save_and_go_on
 from tests.distributed.placements import SHAPES, Run, assert_close, assert_same, everything, give, here, message, whole
 from tests.distributed.pool import Ranks
 from tests.inputs import KL, same_bits
@@ -115,6 +116,32 @@ def test_a_misfit_is_named_on_every_rank_and_changes_nothing(how, changed, route
         assert kind in ("ValueError", "CheckpointException"), text
         assert re.search(named, text, re.DOTALL), text
         assert differs == []
+
+
+def step_while_it_is_written(folder):
+    """Save by a writer that begins three steps later; return the state at saving, and what another run loads."""
+    run, stepped = Run("ddp").train(0, 4), threading.Event()
+    state = gathered(run)
+
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, *given):
+            stepped.wait()
+            return super().write_data(*given)
+
+    of_its_own = dist.new_group()  # messages of the save do not meet those of the steps
+    saving = dcp.async_save(contents(run, "nested"), storage_writer=Writer(folder), process_group=of_its_own)
+    run.train(4, 7)
+    stepped.set()
+    saving.result()
+    dist.destroy_process_group(of_its_own)
+    other = Run("ddp")
+    load(other, folder, "nested")
+    return state, gathered(other)
+
+
+def test_steps_while_a_checkpoint_is_written_are_not_in_it(pools, tmp_path):
+    state, found = pools[2].run(step_while_it_is_written, tmp_path)[0]
+    assert_same_state(read(state), read(found))
 
 
 # When a rank dies the others are told, and nothing is left half done unseen

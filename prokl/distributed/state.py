@@ -61,6 +61,8 @@ def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], meth
         parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
         device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
         held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        if not shape:  # torch's staging of an asynchronous save copies none without a dimension
+            held = held.clone()
         exported[key] = PartOfState.make(held, parts, mine, stacked, shape, weight.team.mesh(weight.p.device))
     return exported | {key: value for key, value in entry.items() if key not in layout}
 
