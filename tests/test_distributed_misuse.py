@@ -1,6 +1,7 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
 import gc
+import warnings
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tests.distributed.placements import (
     Run,
     assert_close,
     assert_same,
+    give,
     group_each,
     message,
     placed,
@@ -363,6 +365,48 @@ def test_all_ranks_have_the_same_to_gather_after(what, pools):
     keys = {key for _, key in first}
     assert second == [] and {i for i, _ in first} == {0, 1} and {"M_Q", "L_Q", "U", "step"} <= keys
     assert ("master" in keys) == (what == "a cast")
+
+
+def read_as_the_file_says(how, key, settings):
+    """Load a gathered state made with another setting; the weights that go on, with it or without, and what is told."""
+    saved_with, here = settings
+
+    def groups(weights, setting=saved_with):
+        return [{"params": [*weights.items()], key: setting}]
+
+    shapes = {"a": (6, 6), "b": (12, 6), "experts": (4, 6, 6)}
+    run = Run(how, shapes=shapes, groups=groups).train(0, 4)
+    found = [run.optimizer.gather_state_dict()]
+    if how != "alone":
+        dist.broadcast_object_list(found, 0)
+    other = Run(how, shapes=shapes, groups=partial(groups, setting=here))
+    for name, p in run.weights.items():
+        other.weights[name].data.copy_(p.detach())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.optimizer.load_state_dict(found[0])
+    for one in (run, other):
+        for call in range(4, 7):
+            give(one.weights, call)
+            if call == 5:  # in the last piece of the last expert, which skips it
+                p, bad = one.weights["experts"], value((4, 6, 6), 0).fill_(1)
+                bad[-1, -1, -1] = torch.inf
+                p.grad *= placed(bad, getattr(p, "device_mesh", None), getattr(p, "placements", None))
+            one.optimizer.step()
+    return whole(run.weights), whole(other.weights), [str(warning.message) for warning in caught]
+
+
+@HOWS
+@pytest.mark.parametrize(
+    ("key", "settings"), [("split", (3, None)), ("split", (None, 2)), ("transposed", (True, False))]
+)
+def test_ranks_go_on_with_the_split_of_a_loaded_state(key, settings, how, pools):
+    expected, same, _ = read_as_the_file_says("alone", key, settings)
+    assert_same(same, expected)
+    for going_on, found, told in pools[2].run(read_as_the_file_says, how, key, settings):
+        assert_close(going_on, expected)
+        assert_close(found, expected)
+        assert len(told) == 1 and f"has {key}={settings[0]!r}" in told[0], told
 
 
 def split_on_one_rank():

@@ -20,6 +20,7 @@ from prokl.algorithm.method import Method
 from prokl.algorithm.newton_schulz import gram_runs, use_gram
 from prokl.algorithm.polynomials import each
 from prokl.algorithm.settings import Group, plain
+from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.io import Member
 from prokl.distributed import state as states
 from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
@@ -149,7 +150,7 @@ class Division:
                     dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
                     lying = [(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt]
                     for (one, _, held), parts in zip(dealt, divide(lying, costs), strict=True):
-                        shapes = tuple(member.shape for member in one.members())
+                        shapes = _shapes(one)
                         weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
         return weights, loads
 
@@ -288,11 +289,20 @@ class Division:
         except Exception as error:
             failure = error
         self._agree_to_load(failure)
+        for one in weights_of(state["param_groups"]):  # which say how the state was made
+            weight = self.weights[one.p]
+            weight.kind = _kind(one)
+            if weight.shapes:
+                weight.shapes = _shapes(one)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
         self.engine.loaded(restored)
         self.broken = self._layout = self._built_on = None  # the groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
+
+
+def _shapes(one: Weight) -> tuple[MatrixShape, ...]:
+    return tuple(member.shape for member in one.members())
 
 
 def _kind(one: Weight) -> dict[str, Any]:
