@@ -367,6 +367,28 @@ def test_all_ranks_have_the_same_to_gather_after(what, pools):
     assert ("master" in keys) == (what == "a cast")
 
 
+def with_one_rank_in_the_end(how):
+    """Train two groups with two ranks, and with one rank after their state has been taken out; weights and waves."""
+
+    def groups(weights):
+        named = [*weights.items()]
+        return [{"params": named[:3], "rank": 3}, {"params": named[3:], "rank": 2}]
+
+    run = Run(how, shapes={name: (8, 12) for name in "abcdef"}, groups=groups).train(0, 3)
+    for p in run.weights.values():
+        run.optimizer.state.pop(p)
+    run.optimizer.param_groups[0]["rank"] = 2
+    return whole(run.train(3, 7).weights), len(run.optimizer._division.waves) if run.optimizer._division else 1
+
+
+@HOWS
+def test_groups_that_get_a_common_rank_are_one_wave(how, pools):
+    expected, _ = with_one_rank_in_the_end("alone")
+    for found, waves in pools[2].run(with_one_rank_in_the_end, how):
+        assert_close(found, expected)
+        assert waves == 1
+
+
 def read_as_the_file_says(how, key, settings):
     """Load a gathered state made with another setting; the weights that go on, with it or without, and what is told."""
     saved_with, here = settings

@@ -58,7 +58,7 @@ class Division:
     def update(self, outer: Engine) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
-            [[*v] if isinstance(v := group.get(key), list) else v for key in ("algorithm", *DEFAULTS)]
+            [[*v] if isinstance(v := group.get(key), list) else v for key in ("algorithm", "rank", *DEFAULTS)]
             + [(id(p), may_move(p), p.dtype, p.device, p.shape) for p in group["params"]]
             for group in outer.groups
         ]

@@ -258,6 +258,7 @@ def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Se
     by_wave: dict[int | None, list[tuple[Bucket, Plan]]] = {}
     for bucket, plan in work:
         met = {places.get(member.p) for member in bucket.members} - {None}
+        assert len(met) < 2, "a bucket lies in two waves, of which the second has not come"
         by_wave.setdefault(met.pop() if met else None, []).append((bucket, plan))
     if waves:
         for shards in waves[0].shards:
