@@ -11,11 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import prokl
 from prokl.algorithm.polynomials import MUON
+from tests.distributed import checkpoints
 from tests.distributed.checkpoints import END, SAVED, load, save
-from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, value, whole
+from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, matrices_and_vectors, value, whole
 from tests.inputs import KL, PRO, forbid_host_reads, normal, same_bits
 from tests.training import contents, differences
 
@@ -170,3 +172,29 @@ def test_reordered_weights_take_their_own_state(cls, route, tmp_path):
         found = contents(run.optimizer, [p]), contents(other.optimizer, [other.weights[name]])
         assert differences(*found) == set()
     other.train(SAVED, END)
+
+
+def one_matrix_each(weights):
+    *matrices, vectors = matrices_and_vectors(weights)
+    return [{"params": [p], "split": [split]} for p, split in zip(*matrices[0].values(), strict=True)] + [vectors]
+
+
+@pytest.mark.parametrize("groups", [None, one_matrix_each])
+def test_weights_of_other_stages_and_groups_take_their_own_state(groups, tmp_path):
+    """PyTorch gives a group the names and lists of the one that its first weight was saved in."""
+    saved, stages = {}, [("square", "qkv", "table"), ("wide", "experts2", "gains")]
+    runs = [Run(shapes={name: SHAPES[name] for name in stage}).train(0, SAVED) for stage in stages]
+    for run in runs:
+        saved |= checkpoints.contents(run, "flattened")["optimizer"]
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
+    for names in (sum(stages, ()), ("square", "qkv", "wide", "gains"), ("wide", "qkv", "table"), ("qkv", "gains")):
+        other = Run(shapes={name: SHAPES[name] for name in names}, groups=groups)
+        expected = copy.deepcopy([(group["param_names"], group.get("split")) for group in other.optimizer.param_groups])
+        load(other, tmp_path, "flattened", model=False)
+        assert [(group["param_names"], group.get("split")) for group in other.optimizer.param_groups] == expected
+        for name, p in other.weights.items():
+            source = next(run for run in runs if name in run.weights)
+            own = other.optimizer.state[p], source.optimizer.state[source.weights[name]]
+            assert own[0].keys() == own[1].keys()
+            assert all(same_bits(torch.as_tensor(v), torch.as_tensor(own[1][key])) for key, v in own[0].items())
+        other.train(SAVED, END)

@@ -83,7 +83,8 @@ def prepare(
         ValueError: a group is of another algorithm, a weight's name is another weight's there, or a state is of a
             version before 0.6. Other numbers of groups or weights are left to torch.
     """
-    saved = [_by_name(group) for group in state_dict["param_groups"]]
+    saved = [*state_dict["param_groups"]]
+    saved[: len(here)] = map(_by_name, saved, here)
     _check_order([name for g in saved for name in _names(g)], [name for g in here for name in _names(g)])
     groups: list[Group] = []
     matrix: dict[Any, str] = {}
@@ -129,16 +130,26 @@ def check_form(state_dict: Any) -> None:
         )
 
 
-def _by_name(group: Group) -> Group:
+def _by_name(group: Group, present: Group) -> Group:
     """Return a loaded group with its names, and the lists that go with them, in the order of its weights.
 
-    torch.distributed.checkpoint gives the weights by name in this optimizer's order, and all else in the saved one.
+    torch.distributed.checkpoint gives the weights by name in this optimizer's order, and all else in the saved one: of
+    flattened groups that of the first weight, which may have been another one. What it lacks is as it is here.
     """
-    weights, names = group["params"], _names(group)
-    if weights == names or set(weights) != set(names):
+    weights, names, own = group["params"], _names(group), _names(present)
+    if weights == names or {*weights}.isdisjoint(names) or not {*weights} <= {*names, *own}:
         return group
-    lists = {key: group[key] for key in ("param_names", *DEFAULTS) if isinstance(group.get(key), list)}
-    return {**group, **{key: [values[names.index(w)] for w in weights] for key, values in lists.items()}}
+    lists = {}
+    for key in ("param_names", *DEFAULTS):
+        if any(isinstance(one.get(key), list) for one in (group, present)):
+            values = _by_weight(present, own, key) | _by_weight(group, names, key)
+            lists[key] = [values[weight] for weight in weights]
+    return {**group, **lists}
+
+
+def _by_weight(group: Group, names: list[str], key: str) -> dict[str, Any]:
+    value = group.get(key)
+    return dict(zip(names, value if isinstance(value, list) else [value] * len(names), strict=False))
 
 
 def _names(group: Group) -> list[str]:
