@@ -6,6 +6,7 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -253,7 +254,9 @@ class MatrixOptimizer(Optimizer):
                     group[key] = str(value).removeprefix("torch.")  # which every kind of checkpoint takes
                 elif isinstance(value, Real):  # also NumPy's that a scheduler left beside the settings
                     group[key] = plain(value)
-        state = checkpoint.with_step_tensors(packed["state"])
+        # By weights' numbers on every rank, as all gather in this order; last what hooks keep under names.
+        order = sorted(packed["state"], key=lambda i: i if isinstance(i, int) else math.inf)
+        state = checkpoint.with_step_tensors({i: packed["state"][i] for i in order})
         if self._division is not None:
             state = self._division.exported(self._outer, state)
         return {**packed, "state": state, "param_groups": groups}

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prokl
 from prokl import diagnostics, param_groups
 from prokl.backends.device import is_host_readable
-from tests.distributed.checkpoints import refuse, resume, save_and_go_on
+from tests.distributed.checkpoints import gathered, read, refuse, resume, save_and_go_on
 from tests.distributed.placements import (
     BAD,
     MATRICES,
@@ -40,7 +40,7 @@ from tests.distributed.placements import (
     whole,
 )
 from tests.distributed.traffic import Traffic
-from tests.inputs import KL, PRO
+from tests.inputs import KL, PRO, same_bits
 from tests.problems import largest
 from tests.routing import RATES
 
@@ -207,6 +207,22 @@ def test_state_touched_before_the_first_step_is_on_every_rank(pools):
     shown = pools[2].run(keys_shown, {})
     assert all(shown[0].values()) and shown[0] == shown[1]
     assert pools[2].run(keys_shown, {"mark": 1}) == shown
+
+
+def gathered_where_touched(touched):
+    """Gather the state after weights' own was read on the first rank, which makes entries of it, before any step."""
+    run = Run("ddp", shapes={"a": (8, 12), "b": (8, 12), "large": (24, 48), "bias": (5,)})
+    for name in touched if dist.get_rank() == 0 else ():
+        assert not run.optimizer.state[run.weights[name]]
+    return gathered(run.train(0, 3))
+
+
+def test_state_goes_by_weights_and_not_by_who_was_touched_first(pools):
+    expected, found = (read(pools[2].run(gathered_where_touched, names)[0]) for names in ((), ("bias", "b", "a")))
+    assert [*found["state"]] == [*expected["state"]] == [0, 1, 2, 3]
+    for i, own in expected["state"].items():
+        assert own.keys() == found["state"][i].keys()
+        assert all(same_bits(value, found["state"][i][key]) for key, value in own.items())
 
 
 @pytest.mark.slow
