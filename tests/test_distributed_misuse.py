@@ -356,6 +356,42 @@ def keys_to_gather(run):
     return sorted((i, key) for i, own in found.get("state", {}).items() for key in own)
 
 
+def gathered_around(how, what):
+    """Gather state before a change that the next step would follow, and after it."""
+    given = {"shapes": {**TWO, "stack": (5, 8, 12)}}
+    dtype = torch.bfloat16 if what == "masters are asked for" else torch.float32
+    masters = {"bf16_weights": "master"} if what == "a cast to bfloat16" else {}
+    run = Run(how, dtype=dtype, **masters, **given).train(0, 3)
+    before = run.optimizer.gather_state_dict()
+    run.optimizer.zero_grad()
+    if what == "a load into float64":
+        found = [before]
+        dist.broadcast_object_list(found)
+        run = Run(how, **given)
+        run.optimizer.load_state_dict(found[0])
+    elif what == "masters are asked for":
+        run.optimizer.param_groups[0]["bf16_weights"] = "master"
+    else:
+        run.net.to(torch.float64 if what == "a cast to float64" else torch.bfloat16)
+    after = run.optimizer.gather_state_dict()
+    run.train(3, 4)
+    return before, after
+
+
+@HOWS
+@pytest.mark.parametrize(
+    "what", ["a cast to float64", "a cast to bfloat16", "a load into float64", "masters are asked for"]
+)
+def test_state_is_gathered_right_between_a_change_and_a_step(what, how, pools):
+    before, after = (found["state"] for found in pools[2].run(gathered_around, how, what)[0])
+    for i, own in before.items():
+        assert {*after[i]} - {*own} == ({"master"} if "64" not in what else set())
+        assert not after[i].pop("master", torch.zeros(1)).any()  # a master of zeros begins as its weight
+        dtypes = {after[i][key].dtype for key in ("M_Q", "L_Q", "inv_sqrt_mu")}
+        assert dtypes == {torch.float64 if "64" in what else torch.float32}
+        assert all(torch.equal(after[i][key].double(), value.double()) for key, value in own.items())
+
+
 FIRST = "a first step of a frozen weight with a gradient"
 
 

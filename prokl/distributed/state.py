@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.algorithm.method import Method
+from prokl.backends.rounding import MASTER
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import LocalWeight
 from prokl.engine.adamw import MAXIMUM, MOMENTS
@@ -60,9 +61,14 @@ def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], meth
         stacked, mine = _rows(weight, key)
         parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
         device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
-        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-        if not shape:  # torch's staging of an asynchronous save copies none without a dimension
-            held = held.clone()
+        if mine is None:
+            held = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        elif key in entry or key.partition(".")[0] != MASTER:
+            # In the dtype that all ranks know of, also where no step has followed a cast yet. What has no dimension is
+            # copied, as torch's staging of an asynchronous save does not.
+            held = entry[key].to(dtype, copy=not shape)
+        else:  # it begins with the next step
+            held = torch.zeros((mine[1] - mine[0], *shape[1:]) if stacked else shape, dtype=dtype, device=device)
         exported[key] = PartOfState.make(held, parts, mine, stacked, shape, weight.team.mesh(weight.p.device))
     return exported | {key: value for key, value in entry.items() if key not in layout}
 
