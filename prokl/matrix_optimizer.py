@@ -25,7 +25,7 @@ from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, ch
 from prokl.distributed.division import Division
 from prokl.distributed.ownership import check_placements
 from prokl.distributed.state import check_undivided
-from prokl.distributed.team import check_group
+from prokl.distributed.team import check_dst, check_group
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
 from prokl.engine.validation import check_keys, check_names, check_no_module, like_conv1d
@@ -266,10 +266,17 @@ class MatrixOptimizer(Optimizer):
 
         It has plain tensors alone, and loads on any number of ranks, or on one.
 
+        Args:
+            dst: its number among all ranks. An undivided optimizer waits for nobody, and gives what ``dst`` itself has:
+                where each rank trains weights of its own, as a pipeline's stage, pass this rank.
+
         Raises:
             RuntimeError: the last step of a divided optimizer broke off.
+            ValueError: ``dst`` has no part in this optimizer's work, and so would get nothing.
         """
         packed, alone = self.state_dict(), not (dist.is_available() and dist.is_initialized())
+        if not alone:
+            check_dst(self._division.teams.values() if self._division is not None else (), dst)
         here = alone or dist.get_rank() == dst
         gathered: dict[Any, Any] = {}
         for i, entry in packed["state"].items():

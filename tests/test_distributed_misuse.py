@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import prokl
 from prokl.distributed.team import difference
@@ -354,6 +356,48 @@ def gathered_after(what):
 def keys_to_gather(run):
     found = run.optimizer.gather_state_dict()
     return sorted((i, key) for i, own in found.get("state", {}).items() for key in own)
+
+
+def gathered_by_stages():
+    """Gather on ranks of one stage of two and on others, by stages that are divided, and by one that is not."""
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage = dist.get_rank() // 2
+    divided = prokl.ProKLShampoo([nn.Parameter(value((8, 12), 0))], rank=2, process_group=stages[stage])
+    whole_one = prokl.ProKLShampoo([nn.Parameter(value((8, 12), 0))], rank=2)
+    for optimizer in (divided, whole_one):
+        optimizer.param_groups[0]["params"][0].grad = value((8, 12), 1)
+        optimizer.step()
+    gather = divided.gather_state_dict
+    told = [message(gather), message(gather, 4), message(whole_one.gather_state_dict, 4)]
+    found = [gather(2 * stage + 1), whole_one.gather_state_dict(), whole_one.gather_state_dict(dist.get_rank())]
+    dist.destroy_process_group(stages[stage])
+    return told, [len(one.get("state", {})) for one in found]
+
+
+def test_gathering_for_a_rank_that_gets_nothing_is_refused(pools):
+    for rank, ((by_default, outside, undivided), found) in enumerate(pools[4].run(gathered_by_stages)):
+        ranks = [0, 1] if rank < 2 else [2, 3]
+        assert outside[0] == "ValueError" and f"Invalid dst=4: must be one of the ranks {ranks} " in outside[1]
+        assert by_default == ((None, "") if rank < 2 else (outside[0], outside[1].replace("dst=4", "dst=0")))
+        assert undivided[0] == "ValueError" and "the ranks [0, 1, 2, 3] " in undivided[1]
+        assert found == [rank % 2, int(rank == 0), 1]
+
+
+def gathered_across_two_meshes():
+    """Gather weights of which one is divided among rows of ranks, and one among columns, for every rank."""
+    mesh, weights = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column")), []
+    for name in ("row", "column"):
+        weights.append(nn.Parameter(placed(value((8, 12), 0), mesh[name], [Shard(0)])))
+        weights[-1].grad = placed(value((8, 12), 1), mesh[name], [Shard(0)])
+    optimizer = prokl.ProKLShampoo(weights, rank=2)
+    optimizer.step()
+    return [len(optimizer.gather_state_dict(dst).get("state", {})) for dst in range(4)]
+
+
+def test_a_rank_that_shares_no_work_with_dst_helps_gathering(pools):
+    """Rank 3 shares with 1 and 2, and these with rank 0."""
+    found = pools[4].run(gathered_across_two_meshes)
+    assert found == [[2 * (dst == rank) for dst in range(4)] for rank in range(4)]
 
 
 def gathered_around(how, what):

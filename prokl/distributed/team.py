@@ -106,6 +106,23 @@ def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> No
         raise failure or ValueError(f"{undone}, as {cause}")
 
 
+def check_dst(teams: Collection[Team], dst: int) -> None:
+    """Raise ValueError on all ranks that share work where none of them does with rank ``dst``; waits for all of them.
+
+    Args:
+        teams: those of this rank; none where nothing is divided. dst: who is to get all state.
+    """
+    ranks = sorted({rank for team in teams for rank in team.ranks}) or [*range(dist.get_world_size())]
+    found = dst in ranks
+    for team in (*teams, *teams):  # as a rank that shares with this one may do so with dst
+        found = any(team.gathered(found))
+    if not found:
+        raise ValueError(
+            f"Invalid dst={dst!r}: must be one of the ranks {ranks} that have this optimizer's state, by its number "
+            f"among all ranks, not in a group: pass gather_state_dict(dst={ranks[0]})."
+        )
+
+
 Lines = tuple[list[str], list[str]]
 """Lines that all ranks must have alike: what each weight of a team is, and who owns it."""
 
