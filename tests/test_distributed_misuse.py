@@ -1,9 +1,12 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import prokl
+from prokl.distributed.part_of_state import PartOfState
 from prokl.distributed.team import difference
 from tests.distributed.placements import (
     Run,
@@ -28,6 +32,7 @@ from tests.distributed.placements import (
     refusal,
     value,
     whole,
+    written,
 )
 
 HOWS = pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -612,6 +617,25 @@ def load_part(folder, how, shapes, rank=None):
     run = Run(how, shapes=shapes).train(0, 1)
     part = torch.load(folder / str(dist.get_rank() if rank is None else rank), weights_only=False)
     return refusal(run, run.optimizer.load_state_dict, part)
+
+
+def told_by_copies():
+    """Return what is told where a state dict is copied and sent, and where torch.save writes it, twice."""
+    PartOfState.told, told = False, []
+    run = Run("ddp", shapes=TWO).train(0, 1)
+    for copied in (copy.deepcopy, pickle.dumps, ForkingPickler.dumps, written, written):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            copied(run.optimizer.state_dict())
+        told.append([str(warning.message) for warning in caught])
+    return told
+
+
+def test_a_file_of_one_part_is_told_of_once_and_copies_are_not(pools):
+    for rank, told in enumerate(pools[2].run(told_by_copies)):
+        *copies, (first,), again = told
+        assert copies == [[], [], []] and again == []
+        assert first.startswith(f"torch.save writes rank {rank}'s part of") and "gather_state_dict()" in first
 
 
 TABLE = {"table": (8, 4)}

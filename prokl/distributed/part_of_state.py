@@ -5,8 +5,9 @@ Imported only where work is divided: DTensor's modules take a second.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.serialization import DEFAULT_PROTOCOL
 
 from prokl.distributed.ownership import Part
 
@@ -39,6 +41,7 @@ class PartOfState(DTensor):
     parts: tuple[Part, ...]
     stacked: bool
     mine: tuple[int, int] | None
+    told: ClassVar[bool] = False  # that a file has one rank's part
 
     @classmethod
     def make(
@@ -75,6 +78,19 @@ class PartOfState(DTensor):
         else:
             raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
         return cls.make(local, it.parts, it.mine, it.stacked, it.shape, it.device_mesh)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle what is here; tell, once, of torch.save, whose protocol nobody else has as a default."""
+        if protocol == DEFAULT_PROTOCOL and self.device_mesh.size() > 1 and not PartOfState.told:
+            PartOfState.told = True
+            warnings.warn(
+                f"torch.save writes rank {dist.get_rank()}'s part of this optimizer's state, which no other rank can "
+                "load. Save optimizer.gather_state_dict(), which all ranks must call, or by "
+                "torch.distributed.checkpoint. Under a trainer that saves the first rank's state_dict(), leave out "
+                "process_group=. If every rank saves a file of its own and loads that one, all is well.",
+                stacklevel=4,
+            )
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, **_: Any) -> Tensor:
         """Return the whole on every rank; needs all ranks of the mesh."""
