@@ -151,7 +151,7 @@ class Engine:
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
-        moved, messages = self.graphs.execute(bucket, plan)
+        moved, messages = self.graphs.execute(bucket, plan) if bucket.backend.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
 
     def fingerprint(self) -> tuple[list[Any], list[Any]] | None:

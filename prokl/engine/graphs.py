@@ -172,7 +172,6 @@ def capturable(bucket: Bucket, plan: Plan) -> bool:
     return (
         bucket.group["cuda_graphs"]
         and plan.steady
-        and bucket.backend.graphs
         and (bucket.backend.graphs_of_refreshes or not plan.refreshing)
         and bucket.io.capturable
     )
