@@ -43,6 +43,7 @@ class MatrixOptimizer(Optimizer):
     _process_group: Any = None
     _division: Division | None = None
     _steps_in_vain: int | None = 0  # without a gradient of any weight; None once there was one, or it was told
+    _consolidated: dict[str, Any] | None = None  # what the next state_dict() returns
     _adding = False  # True while the constructor adds one group after the other
 
     def __init__(
@@ -150,6 +151,7 @@ class MatrixOptimizer(Optimizer):
                 "optimizer.step() was called while a CUDA graph is captured: its replays would not count steps, and so "
                 "never refresh. Capture forward and backward alone; the step replays graphs of its own."
             )
+        self._consolidated = None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -234,6 +236,9 @@ class MatrixOptimizer(Optimizer):
         Raises:
             RuntimeError: the last step of a divided optimizer broke off.
         """
+        consolidated, self._consolidated = self._consolidated, None
+        if consolidated is not None:
+            return consolidated
         for index, group in enumerate(self.param_groups):
             named(group, index)  # raises where names no longer fit
         if self._division is not None:
@@ -274,6 +279,7 @@ class MatrixOptimizer(Optimizer):
             RuntimeError: the last step of a divided optimizer broke off.
             ValueError: ``dst`` has no part in this optimizer's work, and so would get nothing.
         """
+        self._consolidated = None
         packed, alone = self.state_dict(), not (dist.is_available() and dist.is_initialized())
         if not alone:
             check_dst(self._division.teams.values() if self._division is not None else (), dst)
@@ -292,6 +298,16 @@ class MatrixOptimizer(Optimizer):
         groups = [{key: clone_if_tensor(value) for key, value in group.items()} for group in packed["param_groups"]]
         return {**packed, "state": gathered, "param_groups": groups} if here else {}
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Let the next :meth:`state_dict` on rank ``to``, before a step or load, be the whole one; needs all ranks.
+
+        Trainers that know ``torch.distributed.optim.ZeroRedundancyOptimizer``, as Lightning, call it before they save.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`gather_state_dict`.
+        """
+        self._consolidated = self.gather_state_dict(to) or None
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,6 +320,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: it is no state dict of an optimizer, the groups do not match, or the state does not fit a
                 weight, on this rank or another. Nothing has changed then, on any of them.
         """
+        self._consolidated = None
         division, before = self._divided(), self.param_groups
         if division is not None:
             division.update(self._outer)

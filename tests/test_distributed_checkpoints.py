@@ -10,9 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from tests.distributed.checkpoints import DCP, contents, gathered, load, read, refuse, resume, save, save_and_go_on
-from tests.distributed.placements import SHAPES, Run, assert_close, assert_same, everything, give, here, message, whole
+from tests.distributed.placements import (
+    SHAPES,
+    Run,
+    assert_close,
+    assert_same,
+    everything,
+    give,
+    here,
+    message,
+    whole,
+    written,
+)
 from tests.distributed.pool import Ranks
 from tests.inputs import KL, same_bits
 
@@ -116,6 +129,28 @@ def test_a_misfit_is_named_on_every_rank_and_changes_nothing(how, changed, route
         assert kind in ("ValueError", "CheckpointException"), text
         assert re.search(named, text, re.DOTALL), text
         assert differs == []
+
+
+def consolidate():
+    """Ask for state as Lightning does; return whether it is whole, at once, a second time and after a step."""
+    run = Run("ddp").train(0, 4)
+    state, optimizer = gathered(run), run.optimizer
+    optimizer.consolidate_state_dict()
+    packed = optimizer.state_dict() if dist.get_rank() == 0 else {}
+    found = written({"state": packed["state"], "groups": packed["param_groups"]}) if packed else b""
+    later = []
+    for t in (4, 4, 5):
+        optimizer.consolidate_state_dict(to=1)
+        run.train(4, t)
+        later.append(not any(isinstance(v, DTensor) for v in tree_leaves(optimizer.state_dict())))
+    gathered(run)  # waits for nobody who does not come
+    return state, found, later
+
+
+def test_a_consolidated_state_is_whole_until_the_next_step(pools):
+    (state, found, first), (_, _, second) = pools[2].run(consolidate)
+    assert_same_state(read(state), read(found))
+    assert (first, second) == ([False] * 3, [True, True, False])
 
 
 def step_while_it_is_written(folder):

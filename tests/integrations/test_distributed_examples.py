@@ -160,3 +160,41 @@ def test_the_trainer_shards_by_fsdp2_and_resumes_exactly(tmp_path):
     script = str(ROOT / "tests" / "integrations" / "trainer_run.py")
     printed = torchrun(tmp_path, (2, script, ""), accelerate_on_cpu=True)
     assert "".join(printed).count("exact") == 2  # of both ranks, which may share a line
+
+
+LIGHTNING = """
+import lightning, sys, torch, prokl
+from torch.distributed import group
+
+class Training(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12))
+
+    def training_step(self, batch, index):
+        return (self.model(batch) - batch.sum()).square().mean()
+
+    def configure_optimizers(self):
+        return prokl.ProKLShampoo(prokl.param_groups(self, lr=0.02, adamw_lr=3e-3), rank=2, process_group=group.WORLD)
+
+data = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+for epochs, checkpoint in ((1, None), (2, "one.ckpt"), (2, None)):
+    trainer = lightning.Trainer(max_epochs=epochs, devices=2, strategy="ddp", enable_checkpointing=False, **quiet)
+    training = Training()
+    trainer.fit(training, torch.utils.data.DataLoader(data, 4), ckpt_path=checkpoint)
+    trainer.save_checkpoint("one.ckpt" if epochs == 1 else f"{checkpoint}.ckpt")
+"""
+
+
+@pytest.mark.slow
+def test_lightning_saves_all_that_ranks_divide_and_resumes(tmp_path):
+    """It asks for whole state as of a ZeroRedundancyOptimizer, and goes on from it as if nothing had been."""
+    pytest.importorskip("lightning")
+    (tmp_path / "train.py").write_text(LIGHTNING, encoding="utf-8")
+    torchrun(tmp_path, (2, "train.py", ""))
+    resumed, whole = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt.ckpt", "None.ckpt"))
+    assert whole["global_step"] == 8
+    for key in ("state_dict", "optimizer_states"):
+        assert_same(resumed[key], whole[key])
