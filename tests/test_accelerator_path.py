@@ -80,14 +80,17 @@ def test_no_host_read_once_every_weight_has_begun(cls, kwargs, no_branching):
 
 
 def test_an_idle_expert_is_looked_at_in_every_tenth_step(no_branching):
-    """After ten in each; a run that is resumed meanwhile looks when the other does, and another expert steps on."""
+    """After ten in each. It begins with its latest gradient, although it has none in the steps that are looked at.
+
+    A run that is resumed meanwhile looks when the other does, and the other expert steps on.
+    """
     looks, resumed = [], None
     for call in range(52):
-        gradient = normal(2, 6, 10, seed=call) * torch.tensor([1.0, call >= 45]).view(2, 1, 1)
+        gradient = normal(2, 6, 10, seed=call) * torch.tensor([1.0, call >= 44 and call % 2 == 0]).view(2, 1, 1)
         if call == 0:
             p = weight(2, 6, 10)
             optimizer = ProKLShampoo([p], rank=4, **TAU)
-        if call == 23:
+        if call in (23, 47):
             q = torch.nn.Parameter(p.detach().clone())
             resumed = ProKLShampoo([q], rank=4, **TAU)
             resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -103,7 +106,13 @@ def test_an_idle_expert_is_looked_at_in_every_tenth_step(no_branching):
             step(resumed, [q], [gradient])
             assert same_bits(p, q) and torch.equal(*(o.state[w]["step"] for o, w in ((optimizer, p), (resumed, q))))
         moved = (p.detach() != before).flatten(1).any(dim=1).tolist()
-        assert moved == [call > 0, call > 49]
+        assert moved == [call > 0, call == 50]
+        if call == 49:
+            alone = weight(6, 10)
+            begun = ProKLShampoo([alone], rank=4)
+            step(begun, [alone], [normal(2, 6, 10, seed=48)[1]])
+            own = optimizer.state[p]
+            assert all(same_bits(own[k][1], v) for k, v in begun.state[alone].items() if k not in ("step", "skipped"))
     assert looks == [*range(10), 19, 29, 39, 49]
     assert optimizer.state[p]["step"].tolist() == [51, 2]
 

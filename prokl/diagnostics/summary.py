@@ -123,15 +123,12 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     worst |= {count: gained[count].most_common(1)[0][0] for count in ("clipped", "skipped") if numbers[count]}
     worst |= {"without_gradient": without[0]} if without else {}
     words = list(_words(numbers, worst, matrices, gained, without, len(moving)))
-    if since is not None and not without:
-        # A matrix that had not begun at the last call, nor has by now, although others have stepped for long.
-        waiting = [name for name, step in steps.items() if step < 0 and before["steps"].get(name, 0) < 0]
-        if waiting and max(before["steps"].values()) >= EARLY:
-            words.insert(
-                0,
-                f"{_some(waiting)}: no gradient has been usable so far, while others have stepped. They were zero, not "
-                "finite, or too small to square. See whether the weight is used, and the loss scale.",
-            )
+    if waiting := [name for name, step in steps.items() if step < -EARLY]:
+        words.insert(
+            0,
+            f"{_some(waiting)}: none of {EARLY} gradients or more has been usable so far. They were zero, not finite, "
+            "or too small to square. See whether the weight is used, and the loss scale.",
+        )
     flat = {f"prokl/{key}": value for key, value in numbers.items()}
     return Health(flat, {f"prokl/{key}": name for key, name in worst.items()}, words, totals)
 

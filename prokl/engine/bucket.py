@@ -41,7 +41,7 @@ NEVER_MOVED_AFTER = 100
 
 LOOKS = 10
 """Calls with a gradient after which a matrix that has not begun is looked at in every tenth alone: a look waits for the
-device, and keeps CUDA graphs from the whole bucket. As many gradients less one pass before an idle expert begins."""
+device, and keeps CUDA graphs from the whole bucket. Between looks M_Q keeps the latest usable gradient."""
 
 KEPT = 32
 """Sets of rows that a bucket keeps on the device: clocks that drifted apart make ever new ones."""
@@ -52,14 +52,16 @@ class Plan(NamedTuple):
 
     Attributes:
         has_grad: of each member.
-        initialising: matrices that have not begun and are looked at: this gradient initialises their state, if it is
-            finite and not zero.
+        initialising: matrices that have not begun and are looked at: a gradient that is finite and not zero, this one
+            or the latest since the last look, initialises their state.
+        waiting: matrices that have not begun, have a gradient and are not looked at.
         stepping: matrices that have begun and have a gradient; those whose gradient is not finite will not move.
         refreshing: stepping matrices whose step is divisible by tau.
     """
 
     has_grad: tuple[bool, ...]
     initialising: tuple[int, ...]
+    waiting: tuple[int, ...]
     stepping: tuple[int, ...]
     refreshing: tuple[int, ...]
 
@@ -217,13 +219,14 @@ class Bucket:
             return None
         steps, first, frequency = self.steps, self.steps[0], self.group["precondition_frequency"]
         if all(has_grad) and first >= 0 and steps.count(first) == len(steps):  # as usual, and quicker
-            plan = Plan(has_grad, (), self._every, self._every if (first + 1) % frequency == 0 else ())
+            plan = Plan(has_grad, (), (), self._every, self._every if (first + 1) % frequency == 0 else ())
         else:
             rows = [b for member, has in zip(self.members, has_grad, strict=True) if has for b in member.rows]
             stepping = tuple(b for b in rows if steps[b] >= 0)
             refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
-            looked_at = tuple(b for b in rows if steps[b] < 0 and (steps[b] >= -LOOKS or steps[b] % LOOKS == 0))
-            plan = Plan(has_grad, looked_at, stepping, refreshing)
+            new = [b for b in rows if steps[b] < 0]
+            looked_at = tuple(b for b in new if steps[b] >= -LOOKS or steps[b] % LOOKS == 0)
+            plan = Plan(has_grad, looked_at, tuple(b for b in new if b not in looked_at), stepping, refreshing)
         if self.rounding.keys is not None:
             self.rounding.locate(steps)
         rates: list[Rates] = []
@@ -250,8 +253,16 @@ class Bucket:
         if self.backend.ops.host_readable or plan.initialising:
             moves, begins = torch.stack([may_step, usable]).tolist()
             moving, unknown = moving if all(moves) else tuple([b for b in moving if moves[b]]), False
-            if plan.initialising and (rows := [b for b in plan.initialising if begins[b]]):
+            if rows := [b for b in plan.initialising if begins[b]]:
                 self._initialise(rows, gathered.whole())
+            if late := [b for b in plan.initialising if not begins[b] and self.steps[b] < -LOOKS]:
+                kept = self.stacks["M_Q"].flatten(1).any(dim=1).tolist()
+                if rows := [b for b in late if kept[b]]:
+                    self._initialise(rows, self.stacks["M_Q"])
+        if plan.waiting:
+            some = self.rows(plan.waiting)
+            masks = (usable,) if some is None else (usable, some.mask)
+            self.io.store([Slot(self.stacks["M_Q"], gathered.whole(), masks)])
         if moving:
             self._step(G, moving, may_step if unknown else None)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
@@ -270,8 +281,6 @@ class Bucket:
         for i, member in enumerate(self.members):
             if moves := not rows.isdisjoint(member.rows):
                 written.append(member.p)
-            for b in member.rows if plan.has_grad[i] and len(plan.stepping) < self.layout.count else ():
-                self.steps[b] -= self.steps[b] < 0
             idle = self.weights[i].idle
             if plan.has_grad[i] and (count := idle.get(member.suffix, 0)) >= 0:
                 idle[member.suffix] = -1 if moves else count + 1
@@ -285,6 +294,8 @@ class Bucket:
         torch.autograd.graph.increment_version(written)  # a kernel writes past autograd's own count
         for b in plan.stepping:  # skipped ones too
             self.steps[b] += 1
+        for b in (*plan.initialising, *plan.waiting):
+            self.steps[b] -= self.steps[b] < 0
         self._write_clocks()
         return messages
 

@@ -97,7 +97,7 @@ class Recorded(NamedTuple):
     """A graph, and what it reads besides the bucket's own: kept as long as the graph is."""
 
     replay: Callable[[], None]
-    rows: tuple[Rows | None, Rows | None]
+    rows: tuple[Rows | None, ...]
 
 
 class Graphs:
@@ -149,7 +149,7 @@ class Graphs:
                     # torch takes no pool again that no graph uses any more
                     self.captures[stream] = Capture.on(device, self.captures.get(stream))
                 # Before the capture, which cannot copy from the host.
-                rows = bucket.rows(plan.stepping), bucket.rows(plan.refreshing)
+                rows = tuple(map(bucket.rows, (plan.waiting, plan.stepping, plan.refreshing)))
                 recorded = Recorded(record(lambda: bucket.execute(plan), device, self.captures[stream]), rows)
             recorded.replay()
         except Exception as error:  # whatever it is, nothing has moved
