@@ -226,6 +226,14 @@ HEADS = {
         ),
         {"score"},
     ),
+    "a classifier that pools": (
+        holding(h=blocks(), classifier=holding(attn=nn.MultiheadAttention(8, 2), to_classes=linear(8, 5))),
+        {"classifier.to_classes"},
+    ),
+    "inputs named as DETR's heads": (
+        holding(class_embed=linear(5, 8), mask_embed=mlp(8, 8, 8), h=blocks(), out=linear(8, 6)),
+        {"out"},
+    ),
     "a head of several blocks": (
         holding(h=blocks(), predictor=holding(h=nn.ModuleList([holding(key=linear(8, 8))]), proj=linear(8, 7))),
         {"predictor.proj"},

@@ -165,11 +165,13 @@ class OutputHeads:
             head = o.path[:end]
             if not _says_head(head[-1]) or head in self._hidden or not self._outside(head, o):
                 continue
-            if o.convolution and head[-1].endswith("_embed"):
+            if head[-1].endswith("_embed") and (
+                o.convolution or (o.layer and max(_inputs(o)) <= _outputs(o) in self._inputs)
+            ):
                 continue
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
-            if WHOLE.fullmatch(head[-1]) and self._ends(o.path, head):
+            if WHOLE.fullmatch(head[-1]) and self._ends(o, head):
                 return f"last layer of {unwrapped_name(o.name).split('.')[end - 1]}, named as output head"
         return None
 
@@ -184,11 +186,13 @@ class OutputHeads:
         in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
         return in_list and o.path in self._layers and _outputs(o) not in self._inputs
 
-    def _ends(self, path: Path, head: Path) -> bool:
-        """Return True if ``path`` is the last layer of ``head``, or of one of the heads that ``head`` lists."""
+    def _ends(self, o: Owner, head: Path) -> bool:
+        """Return True if a weight is that of the last layer of ``head``, or of one of the heads that ``head`` lists."""
+        path = o.path
         if head in self._lists and head[-1].endswith(("s", "_embed")):
             head = path[: len(head) + 1]
-        if any(keys[: len(head)] == head and not _in_copy(keys) for keys in self._keys):
+        pools = any(keys[: len(head)] == head and not _in_copy(keys) for keys in self._keys)
+        if pools and _outputs(o) in self._inputs:
             return False  # SigLIP's head, which pools by attention
         inside = self._inside(head)
         others = {*inside} - {path, head} - self._hidden
