@@ -117,6 +117,22 @@ def test_an_idle_expert_is_looked_at_in_every_tenth_step(no_branching):
     assert optimizer.state[p]["step"].tolist() == [51, 2]
 
 
+def test_idle_weights_are_looked_at_together(no_branching):
+    """However far apart their first gradients were."""
+    weights, looks = [weight(6, 10, seed=i) for i in range(4)], []
+    optimizer = ProKLShampoo(weights, rank=4, **TAU)
+    for call in range(45):
+        for i, p in enumerate(weights):
+            p.grad = normal(6, 10, seed=call) if i == 0 else torch.zeros(6, 10) if call >= 3 * i else None
+        try:
+            with ForbidHostReads():
+                optimizer.step()
+        except AssertionError:
+            optimizer.step()
+            looks.append(call)
+    assert looks == [0, *range(3, 19), 22, 32, 42]
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("amsgrad, lr", [(False, 0.1), (True, torch.tensor(0.1))], ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

@@ -225,7 +225,8 @@ class Bucket:
             stepping = tuple(b for b in rows if steps[b] >= 0)
             refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
             new = [b for b in rows if steps[b] < 0]
-            looked_at = tuple(b for b in new if steps[b] >= -LOOKS or steps[b] % LOOKS == 0)
+            due = bool(new) and min(steps[b] for b in new) % LOOKS == 0  # all that wait are looked at together
+            looked_at = tuple(b for b in new if due or steps[b] >= -LOOKS)
             plan = Plan(has_grad, looked_at, tuple(b for b in new if b not in looked_at), stepping, refreshing)
         if self.rounding.keys is not None:
             self.rounding.locate(steps)
