@@ -43,7 +43,7 @@ class MatrixOptimizer(Optimizer):
     _process_group: Any = None
     _division: Division | None = None
     _steps_in_vain: int | None = 0  # without a gradient of any weight; None once there was one, or it was told
-    _consolidated: dict[str, Any] | None = None  # what the next state_dict() returns
+    _consolidated: dict[Any, Any] | None = None  # the state of the next state_dict()
     _adding = False  # True while the constructor adds one group after the other
 
     def __init__(
@@ -236,9 +236,6 @@ class MatrixOptimizer(Optimizer):
         Raises:
             RuntimeError: the last step of a divided optimizer broke off.
         """
-        consolidated, self._consolidated = self._consolidated, None
-        if consolidated is not None:
-            return consolidated
         for index, group in enumerate(self.param_groups):
             named(group, index)  # raises where names no longer fit
         if self._division is not None:
@@ -263,7 +260,8 @@ class MatrixOptimizer(Optimizer):
         order = sorted(packed["state"], key=lambda i: i if isinstance(i, int) else math.inf)
         state = checkpoint.with_step_tensors({i: packed["state"][i] for i in order})
         if self._division is not None:
-            state = self._division.exported(self._outer, state)
+            whole, self._consolidated = self._consolidated, None
+            state = self._division.exported(self._outer, state) if whole is None else whole
         return {**packed, "state": state, "param_groups": groups}
 
     def gather_state_dict(self, dst: int = 0) -> dict[str, Any]:
@@ -306,7 +304,8 @@ class MatrixOptimizer(Optimizer):
         Raises:
             RuntimeError, ValueError: as :meth:`gather_state_dict`.
         """
-        self._consolidated = self.gather_state_dict(to) or None
+        if self._division is not None:
+            self._consolidated = self.gather_state_dict(to).get("state")
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -134,10 +134,17 @@ def test_a_misfit_is_named_on_every_rank_and_changes_nothing(how, changed, route
 def consolidate():
     """Ask for state as Lightning does; return whether it is whole, at once, a second time and after a step."""
     run = Run("ddp").train(0, 4)
-    state, optimizer = gathered(run), run.optimizer
+    optimizer = run.optimizer
+    whole = optimizer.gather_state_dict()
     optimizer.consolidate_state_dict()
+    optimizer.param_groups[0]["lr"] = 0.5  # which it follows
     packed = optimizer.state_dict() if dist.get_rank() == 0 else {}
-    found = written({"state": packed["state"], "groups": packed["param_groups"]}) if packed else b""
+    assert not packed or packed["param_groups"][0].pop("lr") == 0.5
+    for each in (whole, packed) if packed else ():
+        each["param_groups"][0].pop("lr", None)
+    state, found = (
+        written({"state": each["state"], "groups": each["param_groups"]}) if each else b"" for each in (whole, packed)
+    )
     later = []
     for t in (4, 4, 5):
         optimizer.consolidate_state_dict(to=1)
