@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, both
+from tests.inputs import KL, PRO, both, normal, step, weight
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
@@ -318,6 +318,14 @@ def test_one_bad_element_of_the_state_is_refused_by_key(cls, key):
             state["state"][1][key].view(-1)[-1] = value
             with refused(optimizer, rf"The loaded state of odd has {key} with values that are .*not finite"):
                 optimizer.load_state_dict(state)
+
+
+def test_a_split_of_another_model_is_told_as_the_files():
+    rows = ((30, 10), (20, 10))
+    wide, narrow = (PRO([{"params": [("qkv", weight(*shape))], "split": (10, shape[0] - 10)}]) for shape in rows)
+    step(wide, wide.param_groups[0]["params"], [normal(30, 10)])
+    with refused(narrow, r"(?s)^Group 0 of the loaded state dict: Invalid split=\(10, 20\) of qkv.* one of this model"):
+        narrow.load_state_dict(wide.state_dict())
 
 
 CLOCKS_OF_A_STACK = [3, True, (2, True), (2, 2.5), (2, 2, 2), ("2", "2"), None]

@@ -247,12 +247,16 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
         try:
             check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
             weights = [*weights_of([group], i)]
+            for weight in weights:
+                if weight.matrix:
+                    check_reading(weight)
         except ValueError as error:
-            raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
+            raise ValueError(
+                f"Group {i} of the loaded state dict: {error} Correct it there, or load one of this model."
+            ) from None
         for weight in weights:
             p, entry = weight.p, {k: unwrapped(v) for k, v in state["state"].get(weight.p, {}).items()}
             if weight.matrix:
-                check_reading(weight)
                 members = weight.members()
                 reason = matrix_state.misfit(weight, members, entry, method, optimizer, live=False)
                 begun = reason is None and not matrix_state.begins(entry, members, method, weight)
