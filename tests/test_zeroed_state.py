@@ -174,3 +174,20 @@ def test_masters_that_were_zeroed_start_as_their_weights():
     assert same_bits(before, p)
     train(optimizer, [6])
     assert (p - before).norm() < before.norm() / 10 and not same_bits(before, p)
+
+
+@pytest.mark.parametrize("left", [None, float("nan")], ids=["momentum", "NaN"])
+@both
+def test_what_is_left_of_a_momentum_is_no_gradient_to_begin_with(cls, left):
+    """Where no gradient comes until long after the reset."""
+    optimizer = train(cls(named((6, 10))), range(CALLS))
+    (p,) = weights_of(optimizer)
+    changed(optimizer, share(0.0), ("inv_sqrt_lambda_L",))
+    for call in range(25):
+        if call == 15 and left is not None:  # written by hand
+            optimizer.state[p]["M_Q"].fill_(left)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(optimizer, [p], [torch.zeros(6, 10)])
+    assert optimizer.state[p]["step"] == -26
+    assert p.isfinite().all()

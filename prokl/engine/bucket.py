@@ -13,6 +13,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -227,7 +228,8 @@ class Bucket:
             new = [b for b in rows if steps[b] < 0]
             due = bool(new) and min(steps[b] for b in new) % LOOKS == 0  # all that wait are looked at together
             looked_at = tuple(b for b in new if due or steps[b] >= -LOOKS)
-            plan = Plan(has_grad, looked_at, tuple(b for b in new if b not in looked_at), stepping, refreshing)
+            waiting = tuple(b for b in new if not due and steps[b] < -LOOKS)
+            plan = Plan(has_grad, looked_at, waiting, stepping, refreshing)
         if self.rounding.keys is not None:
             self.rounding.locate(steps)
         rates: list[Rates] = []
@@ -254,12 +256,11 @@ class Bucket:
         if self.backend.ops.host_readable or plan.initialising:
             moves, begins = torch.stack([may_step, usable]).tolist()
             moving, unknown = moving if all(moves) else tuple([b for b in moving if moves[b]]), False
-            if rows := [b for b in plan.initialising if begins[b]]:
-                self._initialise(rows, gathered.whole())
-            if late := [b for b in plan.initialising if not begins[b] and self.steps[b] < -LOOKS]:
-                kept = self.stacks["M_Q"].flatten(1).any(dim=1).tolist()
-                if rows := [b for b in late if kept[b]]:
-                    self._initialise(rows, self.stacks["M_Q"])
+            if plan.initialising:
+                self._initialise([b for b in plan.initialising if begins[b]], gathered.whole())
+                if late := [b for b in plan.initialising if not begins[b] and self.steps[b] < -LOOKS]:
+                    kept = self.stacks["M_Q"].flatten(1).float().norm(dim=1).tolist()
+                    self._initialise([b for b in late if 0 < kept[b] < math.inf], self.stacks["M_Q"])
         if plan.waiting:
             some = self.rows(plan.waiting)
             masks = (usable,) if some is None else (usable, some.mask)
@@ -321,6 +322,7 @@ class Bucket:
         begin = [b for b in self._every if steps[b] >= 0 and not goes_on[b]]
         for b in begin:
             steps[b] = -1
+            self.stacks["M_Q"][b].zero_()  # or it would pass for a gradient to begin with
         self._write_clocks()
         if some := [b for b in begin if in_part[b]]:
             names = [member.name for member in self.members if not set(some).isdisjoint(member.rows)]
