@@ -1,13 +1,10 @@
 """``adjust_lr_fn``: torch.optim.Muon's names and factors, so that one lr serves matrices and AdamW groups."""
 
-import math
-
 import pytest
 import torch
 
-from prokl import diagnostics
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
-from tests.training import give, refused, train
+from tests.training import refused, train
 from tests.transcription import relative_error
 
 NAMES = ("original", "match_rms_adamw")
@@ -60,19 +57,6 @@ def test_updates_have_the_rms_of_adamws_with_any_momentum(cls, kw, shape, low, h
     before = p.detach().clone()
     train(optimizer, [59])
     assert low < float((before - p.detach()).square().mean().sqrt()) < high
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_coming_update_is_foreseen_without_alpha_kls_bracket(name):
-    p = weight(20, 12, dtype=torch.float64)
-    optimizer = train(PRO([p], lr=0.5, rank=4, adjust_lr_fn=name), range(3))
-    give([p], 9)
-    found, before = diagnostics.scalars(optimizer), p.detach().clone()
-    optimizer.step()
-    rms = float((before - p.detach()).square().mean().sqrt()) / 0.5
-    assert found["prokl/group0.0/update_rms"] == pytest.approx(rms, rel=1e-9)
-    low = math.sqrt(20 / 12 if name == "original" else 1.0) / math.sqrt(12 * 16)
-    assert diagnostics.alpha_kl_bracket(20, 12, 4, adjust_lr_fn=name)[0] == pytest.approx(low, rel=1e-12)
 
 
 def test_a_variant_sized_by_alpha_kl_is_refused_first():

@@ -191,22 +191,6 @@ def test_a_split_weight_that_never_moves_is_warned_about_once(cls):
     assert told == ["whole.0 at least", "in part.1 at least"]
 
 
-# First and later: 10 and 100 times the rounding of six to ten products.
-@pytest.mark.parametrize("shape, dtype, tolerance", [((2, 6, 10), torch.float32, 1e-5), ((7, 7), torch.float64, 1e-13)])
-def test_gradients_of_rank_1_keep_bases_orthonormal(method, path, shape, dtype, tolerance):
-    cls, kwargs = method
-    w = weight(*shape, dtype=dtype)
-    optimizer = cls([w], backend=path, **kwargs)
-    for t in range(12):  # with a refresh among them
-        column = normal(*shape[:-1], 1, seed=t, dtype=dtype)
-        row = normal(*shape[:-2], 1, shape[-1], seed=t, dtype=dtype)
-        step(optimizer, [w], [column @ row])
-        for key in optimizer.state[w].keys() & {"U", "Q_L", "Q_R"}:
-            Q = optimizer.state[w][key]
-            error = (Q.mT @ Q - torch.eye(Q.shape[-1], dtype=dtype)).norm()
-            assert error < tolerance * (10 if t else 1), (t, key)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [1, 3], ids=["part of U", "all of U"])
 def test_a_gradient_in_the_subspace_steps_on_no_rounding(path, width, dtype):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prokl.kernels.apply import apply
-from tests.inputs import KL, PRO, normal, step, weight
+from tests.inputs import normal
 from tests.test_apply import DEVICE, GUARD
 from tests.test_stack import FEW, Bucket
 
@@ -38,24 +38,3 @@ def test_the_kernel_decays_as_written(dtype, after, cautious):
     assert ((bucket.dense().double() - expected).abs() <= bound)[given].all()
     assert torch.equal(bucket.dense()[~live].double(), W[~live])
     assert (bucket.outside() == GUARD).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [(PRO, {"rank": 4, "ns_dtype": torch.float64}), (KL, {})], ids=["pro", "kl"])
-def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
-    cls, own = method
-    settings = {
-        "lr": LR,
-        "weight_decay": DECAY,
-        "cautious_weight_decay": True,
-        "adjust_lr_fn": "match_rms_adamw",
-        **own,
-    }
-    weights = {}
-    for backend in ("reference", "triton"):
-        p = torch.nn.Parameter(weight(10, 6, dtype=torch.float64).detach().to(DEVICE))
-        optimizer = cls([p], backend=backend, **settings)
-        for t in range(5):
-            step(optimizer, [p], [normal(10, 6, seed=t, dtype=torch.float64).to(DEVICE)])
-        weights[backend] = p.detach()
-    torch.testing.assert_close(weights["triton"], weights["reference"], rtol=1e-9, atol=1e-9)

@@ -180,38 +180,18 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-ALL_FIGURES, RANK_FIGURES = ("scalars", "spectra", "phi"), ("spectra",)
-WRONG = {
-    "another model": (
-        ALL_FIGURES,
-        {"model": nn.Linear(9, 4)},
-        "Invalid model: parameter 0 of group 0 is not in it; pass the",
-    ),
-    **{
-        f"rank {rank!r}": (
-            RANK_FIGURES,
-            {"rank": rank},
-            f'Invalid rank={rank!r}: must be "auto" or an integer of at least 1',
-        )
-        for rank in (0, 8.5, "8", None)
-    },
-}
-
-
-@pytest.mark.parametrize("functions, options, says", WRONG.values(), ids=WRONG)
-def test_what_is_none_of_the_optimizers_is_refused(functions, options, says):
+def test_another_model_optimizer_or_rank_is_refused():
     _, optimizer = run(PRO, gradient_stream([(4, 9)], 3), rank=2)
-    for function in functions:
-        with pytest.raises(ValueError, match=says):
-            getattr(diagnostics, function)(optimizer, **options)
-
-
-def test_another_optimizer_is_refused():
     adamw = torch.optim.AdamW([weight(2, 2)])
-    for function in ALL_FIGURES:
+    for function in READERS:
+        with pytest.raises(ValueError, match="Invalid model: parameter 0 of group 0 is not in it; pass the"):
+            function(optimizer, model=nn.Linear(9, 4))
         for other in (adamw, Wrapped(adamw)):
             with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW; pass the"):
-                getattr(diagnostics, function)(other)
+                function(other)
+    for rank in (0, 8.5, "8", None):
+        with pytest.raises(ValueError, match=f'Invalid rank={rank!r}: must be "auto" or an integer of at least 1'):
+            diagnostics.spectra(optimizer, rank=rank)
 
 
 def test_a_trainer_s_wrapper_gives_the_figures_of_what_is_inside():
@@ -252,8 +232,12 @@ def moves(optimizer, parameters, gradients):
 
 @pytest.mark.parametrize(
     "cls, kwargs",
-    [*EVERY_METHOD, (PRO, {"rank": 3, "maximize": True, "backend": "reference"})],
-    ids=[*METHOD_IDS, "maximize"],
+    [
+        *EVERY_METHOD,
+        (PRO, {"rank": 3, "maximize": True, "backend": "reference"}),
+        (PRO, {"rank": 3, "adjust_lr_fn": "match_rms_adamw"}),
+    ],
+    ids=[*METHOD_IDS, "maximize", "AdamW's units"],
 )
 def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
     stream = gradient_stream(SOME_SHAPES, 14)

@@ -26,12 +26,15 @@ from tests.kernel_cases import (
     DEVICE,
     DOUBLE,
     HALF,
+    PAIRED_MOMENTUM,
     PAIRED_PRODUCT,
     PRODUCT,
     SINGLE,
     SMALL,
     SYMMETRIC,
+    WEIGH,
     assert_close,
+    gaps,
 )
 
 
@@ -167,27 +170,19 @@ def test_the_kernel_splits_as_pytorch_bit_for_bit(shape):
 def test_what_is_stored_as_a_pair_or_in_bfloat16_is_the_whole_one_split_or_rounded(tile):
     i = PAIRED_PRODUCT.make(Sizes(2, 33, 47, 20))
     A, B, C = i["A"], i["B"], i["C"]
-    (whole, energies), (rounded, same) = (
+    (G, energies), (rounded, same) = (
         product_with_energies(A, B, C=C, out_dtype=own, tile=tile) for own in (None, torch.bfloat16)
     )
-    assert torch.equal(rounded, whole.bfloat16()) and torch.equal(energies, same)
-    one = torch.ones(2, device=DEVICE)
-    G, M, rows = whole, torch.zeros_like(whole), one[:, None].expand(2, whole.shape[1])
-    scales = {"rows": rows, "used_rows": rows, "columns": whole[:, 0], "used": whole[:, 0], "scale": one}
-    scales |= {"Q": C[:, :20, :20], "alpha": 0.7, "weights": (0.3, -1.7)}
-    given = (G[:, :, :20], C[:, :, :20], C[:, :, :20], G[:, :, :20])
-    scales |= {"columns": whole[:, 0, :20], "used": whole[:, 0, :20]}
-    (G_par, (T, energy), *others), (G_own, (T_own, same), *own_ones) = (
-        weigh(*given, **scales, pair=own) for own in (True, False)
-    )
+    assert torch.equal(rounded, G.bfloat16()) and torch.equal(energies, same)
+    i = WEIGH.make(Sizes(2, 33, 1, 20))
+    (G_par, (T, energy), *others), (G_own, (T_own, same), *own_ones) = (weigh(**i, pair=own) for own in (True, False))
     assert torch.equal(energy, same)
     assert others[0].dtype == torch.bfloat16 and others[1].dtype == torch.float32
     for sum_of, own in zip((G_par, T, *others), (G_own, T_own, *own_ones), strict=True):
         split_ = isinstance(sum_of, Pair)
         assert torch.equal(sum_of.both, Pair.split(own).both) if split_ else torch.equal(sum_of, own.to(sum_of.dtype))
-    G_par, U = (Pair.split(torch.zeros(2, side, 3, device=DEVICE)) for side in whole.shape[1:])
-    given = {"momentum": 0.9, "weights": (1.0, 1.0, 0.9), "tile": tile}
-    X, both = (momentum(G, M.clone(), G_par, U, rows, **given, pair=own)[0] for own in (False, True))
+    i = PAIRED_MOMENTUM.make(Sizes(2, 33, 20, 3))
+    X, both = (momentum(**i | {"M": i["M"].clone()}, tile=tile, pair=own)[0] for own in (False, True))
     assert torch.equal(both.both, Pair.split(X).both) and X.any()
 
 
@@ -208,11 +203,5 @@ def test_a_gradient_in_the_subspace_leaves_no_residual(structure):
 
 
 def test_weigh_reads_a_slice_of_another_dtype_where_it_lies():
-    wide = normal(2, 5, 9, seed=0).to(DEVICE, torch.bfloat16)
-    G, others = wide[:, :, :4], [normal(2, 5, 4, seed=i).to(DEVICE).double() for i in (1, 2, 3)]
-    rows, columns, Q = (
-        t.to(DEVICE).double() for t in (normal(2, 5, seed=4), normal(2, 4, seed=5), normal(2, 4, 4, seed=6))
-    )
-    given = {"rows": rows, "columns": columns, "used_rows": rows, "used": columns, "scale": None, "Q": Q, "alpha": 0.7}
-    one, other = (weigh(t, *others, **given, weights=(0.3, -1.7)) for t in (G, G.double().contiguous()))
-    assert all(map(torch.equal, (one[0], *one[1], *one[2:]), (other[0], *other[1], *other[2:])))
+    i = WEIGH.make(Sizes(2, 5, 1, 4), (BF16,) + (DOUBLE,) * 9)
+    assert all(map(torch.equal, WEIGH.run(**i), WEIGH.run(**(i | {"G": gaps(i["G"])}))))

@@ -49,17 +49,3 @@ def test_bounds_lemma_holds_for_the_optimizers_eigenvalues(shape, backend):
     assert highest > 1  # the burst did raise them
     for side, floor in floors.items():
         assert lowest[side] == pytest.approx(floor, rel=1e-12), side  # reached, and never undercut: s is cut at C
-
-
-def test_bounds_lemma_theta_leaves_out_the_start_value():
-    """It is 1e-6 for gradients of norm 1e-4, below the lambda_0 = 0.1 at which all eigenvalues start."""
-    p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
-    optimizer = prokl.ProKLShampoo([p], rank=3, init_eigenvalue=0.1)
-    p.grad = normal(6, 9, seed=0)
-    p.grad *= 1e-4 / torch.linalg.matrix_norm(p.grad, 2)
-    optimizer.step()
-    state = optimizer.state[p]
-    factors = [float(torch.linalg.matrix_norm(state[key], 2)) for key in ("L_Q", "S")]
-    theta = max(*factors, ceiling(9) ** 2 * 1e-4**2)
-    assert theta == pytest.approx(1e-6)
-    assert all(values.max() == pytest.approx(0.1) for values in eigenvalues(state).values())

@@ -59,6 +59,9 @@ def test_equals_the_reference_in_float64_under_a_schedule(cls, kwargs, shapes):
     settings = {"precondition_frequency": 2, "absent": late_and_missing, "observe": scheduled, **kwargs}
     if cls is ProKLShampoo:
         settings["ns_dtype"] = torch.float64
+    settings["cautious_weight_decay"] = shapes != SHAPES
+    if kwargs.get("variant") in (None, "smok-hop"):
+        settings["adjust_lr_fn"] = "match_rms_adamw"
     stream = on_device(gradient_stream(shapes, 5))
     bounded = (0, 5)[: len(shapes) // 2]
     for i in bounded:

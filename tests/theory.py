@@ -54,13 +54,6 @@ def wishart(size: int, seed: int) -> Tensor:
     return X @ X.mT / (3 * size)
 
 
-def inverse_root(A: Tensor, cut: float = 1e-10) -> Tensor:
-    """Pseudo-inverse of the square root of a positive semidefinite matrix."""
-    values, Q = torch.linalg.eigh(A)
-    kept = values > cut * values.max()
-    return Q[:, kept] @ values[kept].rsqrt().diag() @ Q[:, kept].mT
-
-
 def population(second_moment: Tensor, m: int, n: int) -> Tensor:
     """m n gradients (mn,m,n) with E[vec(G) vec(G)^T] = ``second_moment`` (mn,mn)."""
     root = torch.linalg.cholesky(second_moment)
