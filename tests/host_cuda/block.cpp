@@ -1,11 +1,14 @@
+#undef _FORTIFY_SOURCE  // its longjmp refuses to change stacks
+
 #include "block.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
 
 #include <deque>
 #include <exception>
 #include <memory>
 #include <vector>
-
-#include "fiber.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -13,11 +16,28 @@ dim3 blockDim, gridDim;
 namespace host_cuda {
 namespace {
 
+constexpr size_t STACK = 128 * 1024;
+
+// Where a flow of control goes on.
+struct Context {
+    jmp_buf registers;
+};
+
+// Leave for `to`, until somebody changes to `from`. Unlike swapcontext this makes no system call. Neither this nor start
+// is inlined: no variable of theirs lives across setjmp's second return.
+__attribute__((noinline)) void change(Context& from, Context& to) {
+    if (_setjmp(from.registers) == 0) _longjmp(to.registers, 1);
+}
+
+__attribute__((noinline)) void start(Context& from, const ucontext_t& to) {
+    if (_setjmp(from.registers) == 0) setcontext(&to);
+}
+
 enum class Wait { NOTHING, BLOCK, WARP, RETURNED };
 
 struct Thread {
     Context context;
-    Stack stack;
+    std::unique_ptr<char[]> stack{new char[STACK]};
     bool idle = false;  // at the head of live's loop
     int id = 0;
     uint3 index = {};
@@ -123,7 +143,7 @@ void retire(Thread& self) {
     }
 }
 
-// All that happens on a thread's stack: one turn of the loop for each block.
+// All that happens on a thread's stack: one turn of the loop for each block. It does not return.
 void live() {
     Thread& self = *block.current;
     self.idle = true;
@@ -146,6 +166,19 @@ void live() {
     }
 }
 
+// Begin a thread's life, until it changes to home. What was on its stack is gone, without destructors.
+void bring_to_life(Thread& thread) {
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = thread.stack.get();
+    // Stacks that begin at one place of their pages would compete for a few lines of the cache.
+    context.uc_stack.ss_size = STACK - thread.id % 64 * 64;
+    context.uc_link = nullptr;
+    makecontext(&context, live, 0);
+    block.current = &thread;
+    start(home, context);
+}
+
 }  // namespace
 
 std::runtime_error error(const std::string& what) {
@@ -166,10 +199,7 @@ void run_block(void (*work)(void*), void* call, Random& random) {
     for (int id = 0; id < block.threads; ++id) {
         Thread& thread = *pool[id];
         thread.wait = Wait::NOTHING;
-        if (thread.idle) continue;  // else it is new, or was left at a barrier by a block that failed
-        block.current = &thread;
-        // Stacks that begin at one place of their pages would compete for a few lines of the cache.
-        thread.stack.enter(home, live, id % 64 * 64);
+        if (!thread.idle) bring_to_life(thread);  // it is new, or was left at a barrier by a block that failed
     }
     block.work = work;
     block.call = call;
