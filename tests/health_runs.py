@@ -78,30 +78,8 @@ def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics
     return found_at
 
 
-def figure(value: float | None) -> str:
-    """Return a number to two digits."""
-    if value is None or value != value:
-        return "-" if value is None else "NaN"
-    short = f"{value:.2g}"
-    return short if "e+" not in short else f"{float(short):,.0f}"
-
-
-def table(runs: dict[str, dict[int, diagnostics.Health]]) -> str:
-    """Return the numbers of runs side by side, at the last step; the first line is of the fifth."""
-    early, last = "prokl/update_to_weight_median", ASKED[-1]
-    keys = dict.fromkeys(key for found in runs.values() for key in found[last].numbers)
-    rows = [(f"`{early.removeprefix('prokl/')}`, step 5", [found[5].numbers.get(early) for found in runs.values()])]
-    rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in runs.values()]) for k in keys]
-    lines = ["| | " + " | ".join(runs) + " |", "|---|" + "---|" * len(runs)]
-    for title, values in rows:
-        lines.append(f"| {title} | " + " | ".join(figure(v) for v in values) + " |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    runs = {}
     for name, case in CASES.items():
-        runs[name] = trained(case)
-        print(f"{name}: {[found.words for found in runs[name].values()]}", flush=True)
-    print(table(runs))
+        for step, found in trained(case).items():
+            print(f"{name}, step {step}:\n{found}", flush=True)

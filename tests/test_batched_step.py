@@ -64,23 +64,6 @@ def test_a_batched_step_is_the_references_in_float64(cls, kwargs, start, scale):
         assert all((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any() for p in parameters)
 
 
-@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
-def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
-    kwargs = {"beta2": 0.9} | ({"variant": variant, "rank": 4} if variant else {})
-    stream = gradient_stream([(16, 32)], 260, signal_rank=1)  # 0.9^200 forgets the square of 1e4
-    stream[60] = [1e4 * g for g in stream[60]]
-    sizes, last = [], []
-
-    def observe(t, parameters, optimizer):
-        w = parameters[0].detach().clone()
-        sizes.append(float((w - last[-1]).norm()) if last else 0.0)
-        last.append(w)
-
-    run(cls, stream, observe=observe, **kwargs)
-    before, after = (statistics.median(part) for part in (sizes[40:60], sizes[-20:]))
-    assert before / 2 <= after <= 2 * before  # measured: 0.88 to 1.11
-
-
 LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
 
 

@@ -164,18 +164,6 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
     assert 6.9 < master[1, :, 3].min() and master[1, :, 3].max() < 7.0  # its weight is (70, 37), handled turned
 
 
-def test_a_master_counts_while_its_weight_is_unchanged():
-    p = weight(12, 20, dtype=BF16)
-    optimizer = train(PRO([p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32), range(4))
-    master = optimizer.state[p]["master"]
-    expected = master.clone()
-    p.data[:, 5] += 1
-    expected[:, 5] = p.data[:, 5].float()
-    train(optimizer, [4])
-    assert (master - expected).abs().max() < 1e-3
-    assert same_bits(master.to(BF16), p.data)
-
-
 @pytest.mark.parametrize("saved", BF16_WEIGHTS)
 def test_a_checkpoint_of_any_mode_goes_on_in_any_other(saved):
     for wanted in BF16_WEIGHTS:

@@ -9,13 +9,13 @@ from torch import nn
 import prokl
 from prokl import diagnostics
 from prokl.diagnostics import report
-from tests.inputs import KL, NAN, PRO, ForbidHostReads, forbid_host_reads, normal, step, weight
-from tests.problems import VARIANTS, gradient_stream, run
+from tests.inputs import KL, METHODS, NAN, PRO, ForbidHostReads, forbid_host_reads, normal, step, weight
+from tests.problems import gradient_stream, run
 from tests.training import contents, differences
 
 SHAPES = [(6, 10), (10, 6), (3, 6, 10), (8, 8), (5, 2, 3, 3)]
 NAMES = ["group0.0", "group0.1", "group0.2[0]", "group0.2[1]", "group0.2[2]", "group0.3", "group0.4"]
-METHODS = [(PRO, {"rank": 3}), (KL, {})]
+both_methods = pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
 READERS = (diagnostics.scalars, diagnostics.spectra, diagnostics.phi)
 BASES = {PRO: ("U", "Q_L"), KL: ("Q_L", "Q_R")}
 
@@ -32,7 +32,7 @@ def matrices(optimizer):
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_figures_of_the_state_follow_from_every_matrix(cls, kwargs, backend):
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     shapes, steps = (SHAPES, 4) if backend != "triton" else (SHAPES[:2], 2)
@@ -71,7 +71,7 @@ def assert_follows_from(state, bases, rank, spectra, figures):
     assert figures["spread_L"] == pytest.approx(float(expected["L"].max() / expected["L"].min()), rel=1e-12)
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_there_is_nothing_to_tell_before_the_first_step(cls, kwargs):
     p = weight(6, 10)
     optimizer = cls([("p", p)], **kwargs)
@@ -81,7 +81,7 @@ def test_there_is_nothing_to_tell_before_the_first_step(cls, kwargs):
     assert optimizer.clipped() == optimizer.skipped() == {"p": 0} and all(f() for f in found)
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_phi_is_the_whitened_second_moment_of_the_gradients(cls, kwargs):
     stream = gradient_stream(SHAPES, 4)
     parameters, optimizer = run(cls, stream, **kwargs)
@@ -133,7 +133,7 @@ def test_what_has_not_begun_is_left_out():
 
 
 @pytest.mark.parametrize("dtype, state_dtype", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_half_precision_weights_and_state(cls, kwargs, dtype, state_dtype):
     stream = gradient_stream(SHAPES, 4, dtype=torch.float32)
     _, optimizer = run(cls, stream, dtype=dtype, state_dtype=state_dtype, **kwargs)
@@ -147,15 +147,14 @@ def test_half_precision_weights_and_state(cls, kwargs, dtype, state_dtype):
     assert expected < 1e-5
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_nothing_of_the_run_changes(cls, kwargs):
     stream = gradient_stream(SHAPES, 13)
 
     def observed(t, parameters, optimizer):
         before, gradients = contents(optimizer), [p.grad.clone() for p in parameters]
-        diagnostics.scalars(optimizer)
-        diagnostics.spectra(optimizer)
-        diagnostics.phi(optimizer)
+        for function in (*READERS, diagnostics.health):
+            function(optimizer)
         assert differences(before, optimizer) == set()
         assert all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
 
@@ -183,7 +182,7 @@ class Wrapped(torch.optim.Optimizer):
 def test_another_model_optimizer_or_rank_is_refused():
     _, optimizer = run(PRO, gradient_stream([(4, 9)], 3), rank=2)
     adamw = torch.optim.AdamW([weight(2, 2)])
-    for function in READERS:
+    for function in (*READERS, diagnostics.health):
         with pytest.raises(ValueError, match="Invalid model: parameter 0 of group 0 is not in it; pass the"):
             function(optimizer, model=nn.Linear(9, 4))
         for other in (adamw, Wrapped(adamw)):
@@ -200,6 +199,7 @@ def test_a_trainer_s_wrapper_gives_the_figures_of_what_is_inside():
     assert len(diagnostics.scalars(optimizer)) > 10
     for function in READERS:
         torch.testing.assert_close(function(outer), function(optimizer), rtol=0, atol=0, equal_nan=True)
+    assert diagnostics.health(outer) == diagnostics.health(optimizer)
 
 
 def test_the_tail_of_kl_shampoo_begins_at_the_default_rank():
@@ -212,8 +212,7 @@ def test_the_tail_of_kl_shampoo_begins_at_the_default_rank():
 
 
 SOME_SHAPES = [(6, 10), (10, 6), (3, 6, 10), (8, 8), (4, 30)]
-EVERY_METHOD = [(PRO, {"variant": v, "rank": 3}) for v in VARIANTS] + [(KL, {})]
-METHOD_IDS = [*VARIANTS, "klshampoo"]
+every_method = pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 
 
 def moves(optimizer, parameters, gradients):
@@ -233,11 +232,11 @@ def moves(optimizer, parameters, gradients):
 @pytest.mark.parametrize(
     "cls, kwargs",
     [
-        *EVERY_METHOD,
+        *METHODS.values(),
         (PRO, {"rank": 3, "maximize": True, "backend": "reference"}),
         (PRO, {"rank": 3, "adjust_lr_fn": "match_rms_adamw"}),
     ],
-    ids=[*METHOD_IDS, "maximize", "AdamW's units"],
+    ids=[*METHODS, "maximize", "AdamW's units"],
 )
 def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
     stream = gradient_stream(SOME_SHAPES, 14)
@@ -283,7 +282,7 @@ def test_an_oversized_gradient_has_the_figure_of_its_step(cls, kwargs, sizes, to
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-@pytest.mark.parametrize("cls, kwargs", EVERY_METHOD, ids=METHOD_IDS)
+@every_method
 def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
     """A zero gradient under a bound moves nothing, momentum or not; one that is not finite stops its whole stack."""
     (experts,), optimizer = run(
@@ -318,7 +317,7 @@ def test_rounding_of_a_stored_basis_counts_as_no_update():
             assert found["prokl/group0.0/update_rms"] == pytest.approx(moved, rel=1e-4)  # of float32 weights of size 1
 
 
-@pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
+@both_methods
 def test_whitened_size_says_what_the_step_is_about_to_bound(cls, kwargs):
     (p,), optimizer = run(cls, gradient_stream([(6, 10)], 40), **kwargs)
     name, sizes = "prokl/group0.0", []
@@ -358,7 +357,7 @@ def test_missing_gradients_have_no_figures_and_bad_ones_nan():
     assert all(f"prokl/group0.{i}/orthogonality_U" in found for i in range(3))
 
 
-@pytest.mark.parametrize("cls, kwargs", EVERY_METHOD, ids=METHOD_IDS)
+@every_method
 @pytest.mark.parametrize("function", [diagnostics.scalars, diagnostics.spectra, diagnostics.health])
 def test_the_device_is_waited_for_once(cls, kwargs, function, monkeypatch):
     """Everything is launched before the one place in which results are copied to the host."""

@@ -16,8 +16,7 @@ from tests.commands import ROOT
 from tests.health_runs import CASES, trained
 from tests.inputs import NAN, PRO, normal, step, weight
 from tests.problems import gradient_stream, run
-from tests.test_diagnostics import METHODS, SHAPES, Wrapped
-from tests.training import contents, differences
+from tests.test_diagnostics import SHAPES, both_methods
 
 SAYS = {
     "lr × 10": (5, "The coming step moves 9 of 9 matrices by more than 20% of their size, .* by [0-9]+%. Lower lr"),
@@ -58,7 +57,7 @@ def by_figure(scalars):
     return found
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_numbers_are_the_median_and_the_worst_of_the_matrices(cls, kwargs):
     stream = gradient_stream([*SHAPES, (9, 7)], 5)
     stream[-1][1][:3] = 0
@@ -114,7 +113,7 @@ def test_a_weight_of_zeros_has_no_update_to_weight():
         p.grad.zero_()
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_counts_are_those_since_the_last_call(cls, kwargs):
     shapes = [(6, 10), (3, 6, 10)]
     stream = gradient_stream(shapes, 40)
@@ -187,7 +186,7 @@ def test_a_matrix_that_never_begins_is_named_later():
     assert words.startswith("ones, stack[1]: none of 25 gradients or more has been usable so far.")
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@both_methods
 def test_a_non_finite_gradient_is_the_worst_and_in_no_median(cls, kwargs):
     parameters, optimizer = run(cls, gradient_stream([(6, 10), (8, 8), (10, 6)], 4), **kwargs)
     whole = diagnostics.scalars(optimizer)
@@ -212,16 +211,6 @@ def test_a_bad_basis_and_many_bounded_steps_are_told():
     clipped, basis = diagnostics.health(optimizer).words
     assert clipped.startswith("clip_threshold bounded 100% of the steps since the last call, 26 each of group0.0, gro")
     assert basis.startswith("A basis of group0.1 is off orthogonality by 0.")
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_health_reads_and_changes_nothing_by_way_of_a_wrapper(cls, kwargs):
-    _, optimizer = run(cls, gradient_stream(SHAPES, 4), **kwargs)
-    before = contents(optimizer)
-    assert diagnostics.health(Wrapped(Wrapped(optimizer))) == diagnostics.health(optimizer)
-    assert differences(before, optimizer) == set()
-    with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW"):
-        diagnostics.health(torch.optim.AdamW([weight(2, 2)]))
 
 
 DOCUMENT = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prokl import KLShampoo, ProKLShampoo
+from prokl import ProKLShampoo
 from prokl.algorithm import shapes
 from prokl.backends import select
 from prokl.engine.bucket import Bucket
-from tests.problems import VARIANTS, gradient_stream, relative, state_tensors
+from tests.inputs import METHODS
+from tests.problems import gradient_stream, relative, state_tensors
 
-METHODS = [(ProKLShampoo, {"variant": v, "rank": 3}) for v in VARIANTS] + [(KLShampoo, {})]
-NAMES = [*VARIANTS, "kl-shampoo"]
+every_method = pytest.mark.parametrize("cls, settings", METHODS.values(), ids=METHODS)
 SHAPES = [(8, 20), (20, 8), (2, 6, 9), (8, 20)]
 
 
@@ -69,7 +69,7 @@ def trained(cls, stream, mode, monkeypatch, dtype=torch.float32, **settings):
     return weights, optimizer
 
 
-@pytest.mark.parametrize("cls, settings", METHODS, ids=NAMES)
+@every_method
 @pytest.mark.parametrize("kappa", [5.0, None])
 def test_a_training_equals_that_with_float64_to_rounding(cls, settings, kappa, refuses, monkeypatch):
     stream = gradient_stream(SHAPES, 8, dtype=torch.float32)
@@ -83,16 +83,20 @@ def test_a_training_equals_that_with_float64_to_rounding(cls, settings, kappa, r
                 torch.testing.assert_close(value, state_tensors(wide[1].state[p])[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("cls, settings", METHODS, ids=NAMES)
+def one_way(sizes, noise=0.3):
+    """Gradients of these norms of one rank, but for noise, which do not turn back."""
+    drawn = gradient_stream(SHAPES, len(sizes), noise=noise, signal_rank=1)
+    turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
+    return [[(size * G / G.norm()).float() for G in each] for size, each in zip(sizes, turned, strict=True)]
+
+
+@every_method
 @pytest.mark.parametrize(
     "first, then, noise",
     [(1e-15, 1e8, 0.0), (1.0, 1e-20, 0.0), (1.5e19, 1.5e19, 0.0), (3e-20, 3e-20, 0.3)],
 )
 def test_sizes_with_overflowing_squares_are_judged_the_same(cls, settings, first, then, noise, refuses, monkeypatch):
-    drawn = gradient_stream(SHAPES, 6, noise=noise, signal_rank=1)
-    turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
-    sizes = [first] * 4 + [then] * 2
-    stream = [[(size * G / G.norm()).float() for G in each] for size, each in zip(sizes, turned, strict=True)]
+    stream = one_way([first] * 4 + [then] * 2, noise)
     wide, own = (trained(cls, stream, m, monkeypatch, **settings) for m in (None, refuses))
     for p, q in zip(wide[0], own[0], strict=True):
         assert q.isfinite().all() and relative(q, p) <= 5e-6
@@ -107,9 +111,7 @@ def test_sizes_with_overflowing_squares_are_judged_the_same(cls, settings, first
     "backend, has_float64", [("torch", False), ("torch", True), pytest.param("triton", True, marks=pytest.mark.slow)]
 )
 def test_a_momentum_with_huge_squares_keeps_its_complement(backend, has_float64, refuses, monkeypatch):
-    drawn = gradient_stream(SHAPES, 6, signal_rank=1)
-    turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
-    stream = [[(8e18 * G / G.norm()).float() for G in each] for each in turned]
+    stream = one_way([8e18] * 6)
     exact, _ = trained(ProKLShampoo, stream, None, monkeypatch, torch.float64, rank=3)
     mode = None if has_float64 else refuses
     own, _ = trained(ProKLShampoo, stream, mode, monkeypatch, rank=3, backend=backend)
