@@ -164,16 +164,8 @@ def test_a_fixed_start_is_a_warm_up_in_the_gradients_scale(backend, sigma):
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("shape", [(10, 10), (8, 20), (20, 8), (7, 9), (1, 6), (6, 1)], ids=str)
 def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
-    settings = {
-        "lr": 0.05,
-        "weight_decay": 0.1,
-        "momentum": 0.8,
-        "beta2": 0.8,
-        "eps": 1e-2,
-        "precondition_frequency": 10,
-    }
-    own = {"init_eigenvalue": 0.1, "clip_threshold": None} if start_value == 0.1 else None
-    settings |= {} if own else {"init_eigenvalue": "auto", "clip_threshold": None}
-    (paper,), _ = follow(KL, backend, [low_rank_plus_noise(shape, 26, scale=scale)], own, **settings)
+    settings = {key: value for key, value in HYPERPARAMETERS.items() if key != "alpha_kl"}
+    settings |= {"momentum": 0.8, "init_eigenvalue": start_value}
+    (paper,), _ = follow(KL, backend, [low_rank_plus_noise(shape, 26, scale=scale)], **settings)
     clipped = bool((paper.s_L == paper.C_L).any() or (paper.s_R == paper.C_R).any())
     assert clipped == (start_value == 0.1 and scale == 1e-4)
