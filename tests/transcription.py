@@ -25,11 +25,6 @@ def qr_q(A):
     return Q * torch.where(torch.diagonal(R) < 0, -1.0, 1.0)
 
 
-def ceiling(size):
-    """max(10, min(size, 4000)), the form of all three ceilings of the paper's eigenvalue clipping."""
-    return float(max(10, min(size, 4000)))
-
-
 def newton_schulz(X, steps, coefficients):
     """X -> aX + bXX^T X + c(XX^T)^2 X, `steps` times from X / ||X||_F (P3), or by a list with (a, b, c) of each."""
     X = X / torch.linalg.matrix_norm(X)
@@ -122,6 +117,25 @@ class Transcription:
         self.guard = Guard(clip_threshold, beta2, 1.0)
         self.t = None
 
+    def _begin(self, lambda_0):
+        """Start at eigenvalues of lambda_0, a number or, if "auto", what is given."""
+        self._measure_in(lambda_0 if self.init_eigenvalue == "auto" else self.init_eigenvalue)
+        self.M, self.t = torch.zeros_like(self.oriented), 0
+        return self.lambda_0**-0.5
+
+    def _measure_in(self, lambda_0):
+        """Take the start value as the unit of eigenvalues, ceilings and damping; of a number the unit is 1."""
+        self.lambda_0 = lambda_0
+        self.unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
+
+    def ceiling(self, size):
+        """max(10, min(size, 4000)), the form of all ceilings of the eigenvalue clipping, in these units."""
+        return max(10, min(size, 4000)) / math.sqrt(self.unit)
+
+    def _ema_inverse_sqrt(self, s, new, C):
+        """EMA of the undamped lambda = s^-2, then the clip."""
+        return (self.beta2 * s**-2 + (1 - self.beta2) * new).rsqrt().clamp(max=C)
+
     def counts(self):
         """The state's scalars under the optimizer's keys."""
         scalars = {"clipped": float(self.guard.count)}
@@ -202,38 +216,22 @@ class ProTranscription(Transcription):
         short = self.guard.temper(self.damped(self.s_short), self.row_sizes)
         return torch.diag(short), torch.diag(self.guard.temper(self.damped(self.s_S), self.column_sizes))
 
-    def _measure_in(self, lambda_0):
-        """Take the start value as the unit of ceilings and damping; 1 for a number."""
-        self.lambda_0 = lambda_0
-        unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
-        self.C_short = ceiling(self.m) / math.sqrt(unit)
-        self.C_sub = ceiling(self.n) / math.sqrt(unit)
-        self.C_mu = ceiling(self.n) / math.sqrt(unit)
-        self.damping = self.eps * math.sqrt(unit)
-
     def initialise(self, G):
         """The first gradient sets the state and moves nothing."""
-        auto = self.init_eigenvalue == "auto"
-        lambda_0 = float(G.square().mean().sqrt()) if auto else self.init_eigenvalue
-        self._measure_in(lambda_0)
-        unit = lambda_0 if auto else 1.0  # "auto" measures every eigenvalue in units of lambda_0
-
+        start = self._begin(float(G.square().mean().sqrt()))
         X, _, Yt = torch.linalg.svd(G, full_matrices=False)
         self.U, self.Q_short = Yt.T[:, : self.r], X
         G_sub = G @ self.U
-        self.short = (1 - self.beta2) / self.r * G_sub @ G_sub.T / unit
-        self.S = (1 - self.beta2) / self.m * G_sub.T @ G_sub / unit
+        self.short = (1 - self.beta2) / self.r * G_sub @ G_sub.T / self.unit
+        self.S = (1 - self.beta2) / self.m * G_sub.T @ G_sub / self.unit
         self.Q_S = torch.eye(self.r, dtype=torch.float64)
-        start = lambda_0**-0.5
         self.s_short = torch.full((self.m,), start, dtype=torch.float64)
         self.s_S = torch.full((self.r,), start, dtype=torch.float64)
         self.s_mu = torch.tensor(start, dtype=torch.float64)
-        self.M = torch.zeros_like(self.oriented)
-        self.t = 0
 
     def damped(self, s):
         """1 / (sqrt(lambda) + eps) from s = lambda^(-1/2)."""
-        return s / (1 + self.damping * s)
+        return s / (1 + self.eps * math.sqrt(self.unit) * s)
 
     def _look_ahead(self, G):
         """Line 1; Smok-Hop: the EMA in place of Nesterov."""
@@ -267,10 +265,6 @@ class ProTranscription(Transcription):
         W = shrunk(self.oriented, self.direction, self.lr * self.weight_decay, self.cautious)
         self.oriented = W - self.lr * self.direction
 
-    def _ema_inverse_sqrt(self, s, new, C):
-        """EMA of the undamped lambda = s^-2, then the clip."""
-        return (self.beta2 * s**-2 + (1 - self.beta2) * new).rsqrt().clamp(max=C)
-
     def _step(self, G):
         m, n, r, beta2, U = self.m, self.n, self.r, self.beta2, self.U
         Q_L, Q_S = self.Q_short, self.Q_S
@@ -291,11 +285,11 @@ class ProTranscription(Transcription):
         rdiag = (D_L @ Q_L.T @ G_til @ Q_S).square().mean(dim=0)
         e_res = torch.diagonal(Q_L.T @ G_perp @ G_perp.T @ Q_L)
         inv_mu = self.damped(self.s_mu) ** 2
-        self.s_short = self._ema_inverse_sqrt(self.s_short, (r * ldiag + inv_mu * e_res) / n, self.C_short)
-        self.s_S = self._ema_inverse_sqrt(self.s_S, rdiag, self.C_sub)
+        self.s_short = self._ema_inverse_sqrt(self.s_short, (r * ldiag + inv_mu * e_res) / n, self.ceiling(m))
+        self.s_S = self._ema_inverse_sqrt(self.s_S, rdiag, self.ceiling(n))
         D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         tail = (e_res * torch.diagonal(D_L) ** 2).sum() / (m * (n - r))
-        self.s_mu = self._ema_inverse_sqrt(self.s_mu, tail, self.C_mu)
+        self.s_mu = self._ema_inverse_sqrt(self.s_mu, tail, self.ceiling(n))
         inv_mu = self.damped(self.s_mu) ** 2
         X = G_til @ Q_S @ D_S
         self.short = beta2 * self.short + (1 - beta2) / n * (X @ X.T + inv_mu * G_perp @ G_perp.T)
@@ -375,31 +369,21 @@ class KLTranscription(Transcription):
     of the whole space, in a way that they leave open: `initialise` can take the completed one from its caller.
     """
 
-    def _measure_in(self, lambda_0):
-        """Take the start value as the unit of ceilings and damping; 1 for a number."""
-        self.lambda_0 = lambda_0
-        unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
-        self.C_L, self.C_R = ceiling(self.rows) / math.sqrt(unit), ceiling(self.cols) / math.sqrt(unit)
-        self.damping = self.eps * unit
+    oriented = property(lambda self: self.W)
 
     def initialise(self, G, long_basis=None):
         G = G.to(torch.float64)
-        auto = self.init_eigenvalue == "auto"
-        self._measure_in(float(G.square().mean().sqrt()) if auto else self.init_eigenvalue)
-        unit = self.lambda_0 if auto else 1.0
+        start = self._begin(float(G.square().mean().sqrt()))
         X, _, Yt = torch.linalg.svd(G, full_matrices=True)
         self.Q_L, self.Q_R = X, Yt.T
         if long_basis is not None and self.rows < self.cols:
             self.Q_R = long_basis.to(torch.float64).clone()
         elif long_basis is not None and self.rows > self.cols:
             self.Q_L = long_basis.to(torch.float64).clone()
-        self.L = (1 - self.beta2) / self.cols * G @ G.T / unit
-        self.R = (1 - self.beta2) / self.rows * G.T @ G / unit
-        start = self.lambda_0**-0.5
+        self.L = (1 - self.beta2) / self.cols * G @ G.T / self.unit
+        self.R = (1 - self.beta2) / self.rows * G.T @ G / self.unit
         self.s_L = torch.full((self.rows,), start, dtype=torch.float64)
         self.s_R = torch.full((self.cols,), start, dtype=torch.float64)
-        self.M = torch.zeros_like(self.W)
-        self.t = 0
 
     def step(self, G):
         G, Q_L, Q_R = G.to(torch.float64), self.Q_L, self.Q_R
@@ -414,7 +398,7 @@ class KLTranscription(Transcription):
         s = torch.outer(s_L, self.guard.temper(self.s_R, squares.mean(dim=0).sqrt()))
         raw, G = G, self.guard.c * G
         self.M = torch.lerp(self.M, G, 1 - self.momentum)
-        whitened = (Q_L.T @ self.M @ Q_R) * (s / (1 + self.damping * s))
+        whitened = (Q_L.T @ self.M @ Q_R) * (s / (1 + self.eps * self.unit * s))
         self.direction = Q_L @ self.guard.hold(whitened, self.M.numel()) @ Q_R.T
         if self.matched:
             self.direction *= 0.2 / math.sqrt((1 - self.momentum) / (1 + self.momentum))
@@ -436,8 +420,8 @@ class KLTranscription(Transcription):
         A = Q_L.T @ G @ Q_R
         left = (A * self.s_R[None, :]).square().mean(dim=1)
         right = (A * self.s_L[:, None]).square().mean(dim=0)  # Jacobi: with the old lambda_L
-        self.s_L = (beta2 * self.s_L**-2 + (1 - beta2) * left).rsqrt().clamp(max=self.C_L)
-        self.s_R = (beta2 * self.s_R**-2 + (1 - beta2) * right).rsqrt().clamp(max=self.C_R)
+        self.s_L = self._ema_inverse_sqrt(self.s_L, left, self.ceiling(self.rows))
+        self.s_R = self._ema_inverse_sqrt(self.s_R, right, self.ceiling(self.cols))
 
     def _refresh(self):
         if self.t % self.tau == 0:
