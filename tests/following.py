@@ -8,12 +8,20 @@ import torch
 
 from prokl.algorithm.reference import in_weight_coordinates
 from tests.inputs import KL, PRO, normal
-from tests.problems import largest
+from tests.problems import gradient_stream, largest
 from tests.transcription import KLTranscription, ProTranscription, column_signs, relative_error, with_signs
 
 TOLERANCE = 1e-9
 """Measured with torch 2.13 on a CPU: at most 1.3e-11 on either path, in the weights or any state tensor, and mostly
 1e-14; a Newton-Schulz step multiplies the rounding of small singular values by 3.4."""
+
+
+def sequences(shapes, count, **given):
+    """Return `count` gradients of each shape, whose noise keeps every factor of full rank and its eigenvalues apart.
+
+    Else the bases would not be unique.
+    """
+    return [list(own) for own in zip(*gradient_stream(shapes, count, **given), strict=True)]
 
 
 def errors_of(parameter, state, signs, paper, start):

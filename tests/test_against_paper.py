@@ -8,9 +8,9 @@ import torch
 
 import prokl
 from prokl.algorithm.settings import PRECISIONS
-from tests.following import follow
+from tests.following import follow, sequences
 from tests.inputs import BACKENDS, KL, PRO
-from tests.transcription import VARIANTS, low_rank_plus_noise
+from tests.transcription import VARIANTS
 
 STEPS = 25
 # alpha_kl keeps the two terms of the update of like size; eps is large enough that a damping in the wrong
@@ -53,9 +53,8 @@ CASES = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("variant", "start_value", "scale", "shape", "rank"), CASES)
 def test_step_follows_algorithm_2(backend, variant, start_value, scale, shape, rank):
-    gradients = low_rank_plus_noise(shape, STEPS + 1, scale=scale)
     settings = {**HYPERPARAMETERS, "variant": variant, "rank": rank, "init_eigenvalue": start_value}
-    (paper,), _ = follow(PRO, backend, [gradients], **settings)
+    (paper,), _ = follow(PRO, backend, sequences([shape], STEPS + 1, scale=scale), **settings)
     clipped = bool((paper.s_short == paper.ceiling(paper.m)).any())
     assert clipped == (start_value == 0.1 and scale == 1e-4)
 
@@ -65,7 +64,7 @@ def test_step_follows_algorithm_2(backend, variant, start_value, scale, shape, r
 def test_the_papers_arguments_are_algorithm_2(backend, scale):
     """An outlier of 1,000 times and a silence among the gradients: nothing bounds and nothing is kept."""
     shapes = [(12, 20), (20, 12), (14, 14)]
-    gradients = [low_rank_plus_noise(shape, STEPS + 1, scale=scale, seed=i) for i, shape in enumerate(shapes)]
+    gradients = sequences(shapes, STEPS + 1, scale=scale)
     for sequence in gradients:
         sequence[12] = sequence[12] * 1000
         sequence[15:18] = [G * 1e-6 for G in sequence[15:18]]
@@ -79,7 +78,7 @@ def test_the_papers_arguments_are_algorithm_2(backend, scale):
 )
 def test_automatic_alpha_kl_is_the_brackets_geometric_mean(backend, variant, adjust_lr_fn):
     shapes = [(12, 20), (20, 12), (14, 14), (5, 64), (1, 8), (2, 2)]
-    gradients = [low_rank_plus_noise(shape, 8, seed=i) for i, shape in enumerate(shapes)]
+    gradients = sequences(shapes, 8)
     settings = HYPERPARAMETERS | {"alpha_kl": "auto", "variant": variant, "adjust_lr_fn": adjust_lr_fn, "rank": 4}
     follow(PRO, backend, gradients, init_eigenvalue="auto", **settings)
 
@@ -100,7 +99,7 @@ FOLLOWED = [
 @pytest.mark.parametrize("noise, settings", FOLLOWED, ids=str)
 def test_whatever_the_settings_and_the_noise_a_step_follows(backend, noise, settings):
     shapes = [(12, 20), (20, 12), (14, 14)]
-    gradients = [low_rank_plus_noise(shape, 14, noise=noise, seed=i) for i, shape in enumerate(shapes)]
+    gradients = sequences(shapes, 14, noise=noise)
     follow(PRO, backend, gradients, **{**HYPERPARAMETERS, "rank": 4, "init_eigenvalue": "auto", **settings})
 
 
@@ -166,6 +165,6 @@ def test_a_fixed_start_is_a_warm_up_in_the_gradients_scale(backend, sigma):
 def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
     settings = {key: value for key, value in HYPERPARAMETERS.items() if key != "alpha_kl"}
     settings |= {"momentum": 0.8, "init_eigenvalue": start_value}
-    (paper,), _ = follow(KL, backend, [low_rank_plus_noise(shape, 26, scale=scale)], **settings)
+    (paper,), _ = follow(KL, backend, sequences([shape], 26, scale=scale), **settings)
     clipped = bool((paper.s_L == paper.ceiling(shape[0])).any() or (paper.s_R == paper.ceiling(shape[1])).any())
     assert clipped == (start_value == 0.1 and scale == 1e-4)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from prokl.algorithm import evidence, reference
-from tests.following import follow
+from tests.following import follow, sequences
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
 from tests.training import contents, differences, train
-from tests.transcription import VARIANTS, low_rank_plus_noise
+from tests.transcription import VARIANTS
 
 SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps": 1e-2, "precondition_frequency": 4}
 # Sizes of the gradients after the first: life, one outlier, life, whispers, life, a new scale for good.
@@ -27,7 +27,7 @@ def disturbed(shape, threshold):
     # Without a bound the condition of a factor is an outlier's square, and bases are off by as many roundings.
     most = 30.0 if threshold is None else math.inf
     sizes = [THRESHOLDS[threshold], *(min(size, most) for size in SCALES)]
-    return [size * G for size, G in zip(sizes, low_rank_plus_noise(shape, len(sizes)), strict=True)]
+    return [size * G for size, G in zip(sizes, *sequences([shape], len(sizes)), strict=True)]
 
 
 def follow_disturbed(cls, backend, shape, threshold, **own):

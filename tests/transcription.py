@@ -316,24 +316,6 @@ class ProTranscription(Transcription):
         }
 
 
-def low_rank_plus_noise(shape, count, *, signal_rank=3, noise=0.3, scale=1.0, seed=0):
-    """Return `count` gradients: a persistent low-rank signal with drifting factors plus white noise.
-
-    The noise keeps every factor of full rank and its eigenvalues apart; else the bases would not be unique.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*size):
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
-
-    left, right = randn(shape[0], signal_rank), randn(signal_rank, shape[1])
-    gradients = []
-    for _ in range(count):
-        signal = (left + 0.5 * randn(shape[0], signal_rank)) @ (right + 0.1 * randn(signal_rank, shape[1]))
-        gradients.append(scale * (signal / math.sqrt(signal_rank) + noise * randn(*shape)))
-    return gradients
-
-
 def relative_error(actual, expected):
     """||actual - expected||_F / ||expected||_F."""
     expected = expected.to(torch.float64)
