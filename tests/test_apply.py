@@ -5,6 +5,7 @@ import torch
 
 from bench.micro.case import Sizes
 from prokl.kernels.apply import apply
+from tests.inputs import normal
 from tests.kernel_cases import APPLY, assert_close
 from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
@@ -84,3 +85,30 @@ def test_a_zero_scale_hides_whatever_x_holds():
         apply(bucket.table, a["X"], dtype=bucket.dtype, **rest)
         ends.append(bucket.dense())
     assert torch.equal(*ends) and ends[0].isfinite().all()
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_weights_decay_before_or_after_a_step_or_cautiously(dtype, after, cautious):
+    """Cautiously: only elements that the step does not grow, arXiv:2510.12402."""
+    bucket = Bucket(37, 70, dtype, FEW)
+    W = bucket.dense().double()
+    D = normal(*W.shape, seed=3, dtype=dtype).to(DEVICE)
+    D[:, ::5] = 0  # neither sign: decays
+    live = torch.arange(len(W), device=DEVICE) != 1
+    D[~live] = torch.nan
+    lr, decay = (torch.full((1,), value, dtype=torch.float64, device=DEVICE) for value in (0.25, 0.5))
+    options = {"decay_after": after, "cautious_decay": cautious, "active": live}
+    apply(bucket.table, D, dtype=dtype, lr=lr, weight_decay=decay, **options)
+    D, keep = D.double(), 1 - 0.25 * 0.5
+    on = W - 0.25 * D if after else W
+    expected = torch.where(D * on >= 0, keep * on, on) if cautious else keep * on
+    expected = expected if after else expected - 0.25 * D
+    expected[~live], D[~live] = W[~live], 0.0
+    # A step to about zero may come out on either side of it, where the decay is as small. Then one rounding.
+    given, u = bucket.given(), torch.finfo(dtype).eps
+    bound = u * expected.abs() + 4 * max(torch.finfo(torch.float64).eps, min(u, 2**-23)) * (W.abs() + D.abs())
+    assert ((bucket.dense().double() - expected).abs() <= bound)[given].all()
+    assert torch.equal(bucket.dense()[~live].double(), W[~live])
+    assert (bucket.outside() == GUARD).all()
