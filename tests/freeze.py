@@ -103,7 +103,6 @@ def build(case, **more):
 
 
 def step(weights, optimizer, given):
-    """Take one step with gradients by name."""
     for name, p in weights.items():
         p.grad = None if given[name] is None else given[name].to(p.dtype, copy=True)
     optimizer.step()
@@ -120,7 +119,6 @@ def contents(weights, optimizer):
 
 
 def begun(name):
-    """Return a case as it begins."""
     method, dtype, settings = CASES[name]
     settings = {"lr": 0.02 if method == PRO else 0.005, "weight_decay": 0.1, "precondition_frequency": 2, **settings}
     settings.pop("process_group", None)
@@ -193,7 +191,6 @@ def divided(rank, folder):
 
 
 def main(out):
-    """Freeze every case."""
     torch.set_num_threads(1)
     cases = {name: frozen(name) for name in CASES if name != "divided"}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,6 @@ from tests.inputs import forbid_host_reads
 
 
 def histories(case: Case) -> list[History]:
-    """Step a case to its end; return what became of every weight."""
     with ExitStack() as stack:
         if case.path == "blind":
             forbid_host_reads(stack.enter_context(pytest.MonkeyPatch.context()))
@@ -56,7 +55,6 @@ def chunks(every: int, size: int) -> list[Any]:
 
 
 def failures(one: Callable[[int], list[str]], seeds: Iterable[int]) -> list[tuple[int, list[str]]]:
-    """Return the seeds whose cases failed, with what did."""
     return [(seed, found) for seed in seeds if (found := one(seed))]
 
 
@@ -65,7 +63,6 @@ def _with_seed(seed: int) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Run the command; return 1 after a failure, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz the optimizers' steps.")
     parser.add_argument("--cases", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="seed of the first; the others follow")

@@ -41,7 +41,6 @@ class Case:
     """Probability and size, log10, of a lasting change of scale."""
 
     def weights(self) -> list[torch.nn.Parameter]:
-        """Return the weights as they are at the start."""
         g = torch.Generator().manual_seed(self.seed)
         drawn = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in self.shapes)
         return [torch.nn.Parameter(t.to(self.dtype)) for t in drawn]
@@ -63,7 +62,6 @@ def _shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def _settings(rng: random.Random, pro: bool) -> dict[str, Any]:
-    """Draw hyper-parameters."""
     settings: dict[str, Any] = {
         "lr": 10 ** rng.uniform(-4, 0),
         "weight_decay": rng.choice([0.0, 0.0, 0.1, 1.0]),
@@ -97,7 +95,6 @@ def _later_settings(rng: random.Random, variant: str | None) -> dict[str, Any]:
 
 
 def draw(seed: int) -> Case:
-    """Return the case of a seed."""
     rng = random.Random(seed)
     rng.random()  # once told two kinds of cases apart; without it all seeds would be other cases
     pro = rng.random() < 0.7

@@ -84,7 +84,6 @@ class History:
 
 
 def check_finite(a: History) -> Iterator[str]:
-    """Weight and state are finite."""
     for key, value in a.values.items():
         bad = (~value[1:].isfinite()).double()
         yield from a.broken(f"{key} not finite, entries", bad.flatten(2).sum(-1) if bad.ndim > 2 else bad, 0.0)
@@ -183,7 +182,6 @@ def check_factors(a: History) -> Iterator[str]:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return the smallest positive number of a dtype."""
     limits = torch.finfo(dtype)
     return limits.smallest_normal * limits.eps
 

@@ -141,7 +141,6 @@ def shared_limit(library, limit):
 
 
 def launches(library):
-    """Return the number of launches of the extension's kernels."""
     count = ctypes.CDLL(library.__file__).host_cuda_launches
     count.restype = ctypes.c_ulonglong
     return count()

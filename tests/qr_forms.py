@@ -18,7 +18,6 @@ def pieces(V, K, U):
 
 
 def products_on(device):
-    """The products of a step there."""
     if device.type != "cuda":
         return Algebra(host_readable=False)
     from prokl.backends.triton_ops import TritonAlgebra
@@ -70,7 +69,6 @@ def form_of(request):
 
 
 def words(value):
-    """A test's name for a parameter."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.replace(", ", "-").replace(" ", "-") if isinstance(value, str) else "x".join(map(str, value))

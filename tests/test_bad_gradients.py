@@ -145,7 +145,6 @@ STEPPED_IN = step.__code__.co_filename
 
 
 def never_moved_warnings(calls):
-    """The warnings of `calls()` that say that a weight has not moved."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         calls()

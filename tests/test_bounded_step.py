@@ -104,7 +104,6 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
 
 
 def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
-    """A weight that has trained on ordinary gradients."""
     p = weight(*shape, dtype=dtype)
     return p, train(cls([p], lr=0.1, backend=backend, **kw), range(steps))
 

@@ -32,7 +32,6 @@ PLAIN = Algebra(host_readable=False)
 
 
 def overridden(ops):
-    """Names of the operations that a backend has of its own."""
     own = {*vars(type(ops))}
     shared = {"momentum", "projections", "track"} if ops is BACKENDS["triton, pairs"] else set()  # but for its pairs
     others = {"name", "noise", "pairs", "second_stream", "product_as_factor"}  # the last one where QR is a GPU's

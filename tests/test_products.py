@@ -124,7 +124,6 @@ def test_tile_numbers_decode_up_to_32_bits(off):
 
 
 def randn(*shape, seed=0, spread=3.0):
-    """Draw numbers of many sizes."""
     g = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=g) * torch.exp(spread * torch.randn(shape, generator=g))).to(DEVICE)
 

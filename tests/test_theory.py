@@ -46,12 +46,10 @@ class Restricted(NamedTuple):
 
 
 def normal(*size: int, seed: int) -> Tensor:
-    """Standard normal numbers."""
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def orthogonal(size: int, seed: int) -> Tensor:
-    """A random orthogonal matrix."""
     return torch.linalg.qr(normal(size, size, seed=seed))[0]
 
 

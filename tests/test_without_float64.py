@@ -46,7 +46,6 @@ def refuses(monkeypatch):
 
 
 def ask(mode, monkeypatch):
-    """Let the CPU be asked whether it has float64."""
     monkeypatch.setattr(shapes, "WITH_FLOAT64", ("cuda",))
     shapes.widest.cache_clear()
     with mode:

@@ -27,7 +27,6 @@ def share(left, seed=0):
 
 
 def one(t):
-    """Zero one entry."""
     t.view(-1)[:1].zero_()
 
 

@@ -87,7 +87,6 @@ class Guard:
         return most / norm * D
 
     def close(self):
-        """Count the step if it was bounded."""
         self.count += self.acted
 
 
