@@ -8,7 +8,7 @@ import torch
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.pro_klshampoo import refresh
 from prokl.backends.torch_pairs import PairedAlgebra
-from tests.inputs import PRO
+from tests.inputs import KL, PRO, normal
 from tests.problems import relative
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
@@ -101,6 +101,22 @@ def test_idle_rows_stay_bit_for_bit_in_kernels(shape, part, extension, precision
         own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
         stayed, moved = idle_part(PRO, "triton", shape, IDLE[part], 2, **own)
     assert not stayed.any() and moved.any()
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_an_idle_row_that_wakes_moves_and_the_others_stay(cls):
+    W = torch.nn.Parameter(torch.zeros(8, 12))
+    optimizer, lengths = cls([W], lr=0.1, precondition_frequency=4), []
+    for t in range(30):
+        G = normal(8, 2 if t == 0 else 12, seed=t) @ normal(2 if t == 0 else 12, 12, seed=100 + t)
+        G[2 if t < 15 else 1 :: 8] = 0
+        G[3] = 0
+        W.grad, before = G, W.detach().clone()
+        optimizer.step()
+        lengths.append((W.detach() - before).norm(dim=1))
+    lengths = torch.stack(lengths)
+    assert not lengths[:, 3].any() and not lengths[:15, 2].any()
+    assert (lengths[16:, 2] > 0).all() and lengths[15:].max() < 4 * lengths[5:15].max()
 
 
 def error_of_state(grade, state_dtype, m=64, n=192, steps=100):
