@@ -6,6 +6,7 @@ that they touch; a stand-in for the second stream says which are beside which.
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -128,38 +129,28 @@ def test_no_memory_is_written_on_one_stream_and_touched_on_both(keep, precision,
 
 
 def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
-    said = []
-
-    class Stream:
-        def __init__(self, device, priority=0, name="second"):
-            self.name, self.cuda_stream = name, 7
-
-        def record_event(self):
-            said.append(f"{self.name} records")
-            return "event"
-
-        def wait_event(self, event):
-            said.append(f"{self.name} waits for {event}")
-
-        def wait_stream(self, other):
-            said.append(f"{self.name} waits for {other.name}")
-
-    @contextmanager
-    def inside(stream):
-        said.append(f"on {stream.name}")
-        yield
-        said.append(f"off {stream.name}")
-
-    first = Stream("cuda:9", name="first")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", inside)
+    cuda = MagicMock()
+    for name in ("current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    cuda.current_stream().cuda_stream = 7
+    event, other = cuda.current_stream().record_event(), cuda.Stream()
+    cuda.reset_mock()
     second = SecondStream(torch.device("cuda:9"), priority=-1)
-    said.append("more on first")
+    cuda.more_on_first()
     with second:
-        said.append("work")
-    expected = ["first records", "more on first", "second waits for event", "on second", "work", "off second"]
-    assert said == [*expected, "first waits for second"]
+        cuda.work()
+    assert cuda.mock_calls == [
+        call.current_stream(torch.device("cuda:9")),
+        call.current_stream().record_event(),
+        call.Stream(torch.device("cuda:9"), priority=-1),
+        call.more_on_first(),
+        call.Stream().wait_event(event),
+        call.stream(other),
+        call.stream().__enter__(),
+        call.work(),
+        call.stream().__exit__(None, None, None),
+        call.current_stream().wait_stream(other),
+    ]
 
 
 @pytest.mark.slow
