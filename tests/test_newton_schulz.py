@@ -58,21 +58,12 @@ def error(D, truth):
     return (torch.linalg.matrix_norm(D - truth, 2) / torch.linalg.matrix_norm(truth, 2)).max().item()
 
 
-# Every size with both forms over either stages, and with every number of steps; both coefficients of each.
+# Every number of steps is taken in tests/test_against_paper.py.
 CASES = [
-    (TORCH, size, 1 + (i + k) % 7, (MUON, OTHER)[k % 2], (i + k // 2) % 2 == 0)
-    for i, size in enumerate(SIZES)
-    for k in range(7)
-]
-CASES += [
-    (KERNELS, size, (1, 3, 5, 7)[(i + 2 * gram) % 4], (MUON, OTHER)[i % 2], gram)
-    for i, size in enumerate(SIZES[:5])
-    for gram in (True, False)
-]
-CASES += [
-    (stages, size, steps, name, gram)
-    for stages, size in ((TORCH, SIZES[0]), (KERNELS, SIZES[1]))
-    for name, steps in NAMED.items()
+    (stages, size, steps, coefficients, gram)
+    for stages, sizes in ((TORCH, SIZES), (KERNELS, SIZES[:2]))
+    for size in sizes
+    for coefficients, steps in ((MUON, 5), (OTHER, 2), *NAMED.items())
     for gram in (True, False)
 ]
 
