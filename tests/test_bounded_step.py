@@ -30,16 +30,6 @@ def disturbed(shape, threshold):
     return [size * G for size, G in zip(sizes, *sequences([shape], len(sizes)), strict=True)]
 
 
-def follow_disturbed(cls, backend, shape, threshold, **own):
-    """Step a weight with disturbed gradients beside the transcription, which has to agree at every step."""
-    own = {**SETTINGS, "init_eigenvalue": "auto", "clip_threshold": threshold, **own}
-    if cls is PRO:
-        own = {"rank": 4, "alpha_kl": 0.1, **own}
-    (paper,), optimizer = follow(cls, backend, [disturbed(shape, threshold)], **own)
-    assert paper.guard.count > {None: -1, 50.0: 0}.get(threshold, 3)
-    assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
-
-
 # Each threshold meets both starts, each in another shape; orientation and rule know nothing of each other, nor of what
 # is done with a direction once it is bounded.
 RULES = [
@@ -60,10 +50,14 @@ FOLLOWED = [
 @pytest.mark.parametrize("backend, threshold, own, start, shape, variant", FOLLOWED)
 def test_a_disturbed_run_follows_the_rule(backend, threshold, own, start, shape, variant):
     """Take KL-Shampoo where there is no variant."""
+    own = {**SETTINGS, **own, "init_eigenvalue": start, "clip_threshold": threshold}
+    if variant:
+        own |= {"variant": variant, "rank": 4, "alpha_kl": 0.1}
     if variant == "subspace-only":  # whose size is alpha_kl's
-        own = {key: value for key, value in own.items() if key != "adjust_lr_fn"}
-    own = {**own, "variant": variant} if variant else own
-    follow_disturbed(PRO if variant else KL, backend, shape, threshold, init_eigenvalue=start, **own)
+        own.pop("adjust_lr_fn", None)
+    (paper,), optimizer = follow(PRO if variant else KL, backend, [disturbed(shape, threshold)], **own)
+    assert paper.guard.count > {None: -1, 50.0: 0}.get(threshold, 3)
+    assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
 
 
 @pytest.mark.parametrize("variant", ["pro-klshampoo", "subspace-only"])
