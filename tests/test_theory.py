@@ -127,21 +127,15 @@ def largest_kept(L: Tensor, R: Tensor, r: int) -> Restricted:
     return Restricted(L, Q[:, -r:], values[-r:].diag(), values[:-r].mean())
 
 
-def complement_ratio(values: Tensor, chosen: tuple[int, ...]) -> float:
-    """AM/GM of the values that are not chosen."""
-    rest = torch.tensor([float(v) for i, v in enumerate(values) if i not in chosen], dtype=torch.float64)
-    return float(rest.mean() / rest.log().mean().exp())
-
-
-def best_subset(values: Tensor, r: int) -> tuple[int, ...]:
-    """The r indices whose complement has the smallest AM/GM (Claim 3), by trying all."""
-    return min(combinations(range(len(values)), r), key=lambda chosen: complement_ratio(values, chosen))
-
-
 def best_subspace(Phi: Tensor, r: int) -> Tensor:
-    """The subspace (n,r) that Claim 3 calls optimal for Phi_L."""
+    """The subspace (n,r) that Claim 3 calls optimal for Phi_L: what it leaves out has the smallest AM/GM, of all."""
     values, vectors = torch.linalg.eigh(Phi)
-    return vectors[:, list(best_subset(values, r))]
+
+    def left_out(chosen: tuple[int, ...]) -> float:
+        rest = values[[i for i in range(len(values)) if i not in chosen]]
+        return float(rest.mean() / rest.log().mean().exp())
+
+    return vectors[:, list(min(combinations(range(len(values)), r), key=left_out))]
 
 
 def restricted_minimum(G: Tensor, start: Restricted, steps: int = 300) -> Restricted:
