@@ -104,17 +104,13 @@ def _of_one(A: Tensor, size: float, Q: Tensor, eps: float) -> dict[str, float]:
     basis, _ = torch.linalg.qr(Q)
     for j in leading(k):
         s = float(torch.linalg.svdvals(A[:, :j])[-1])
-        if not e < FULL * s:  # singular, or zero, or too near for what any QR may do
-            if s * 0.01 <= eps * size:
-                continue
-            X, wide = basis[:, :j], Q_exact[:, :j]
-            sine = torch.linalg.matrix_norm(wide - X @ (X.mT @ wide), ord=2)
-            found[f"span of {j} as measured"] = float(sine) / (SPAN * k**0.5 * eps * size / s)
-            continue
-        X = basis[:, :j]
-        sine = torch.linalg.matrix_norm(Q_exact[:, :j] - X @ (X.mT @ Q_exact[:, :j]), ord=2)
-        found[f"span of {j}"] = float(sine) / (e / s)
-        if j == k:
+        X, wide = basis[:, :j], Q_exact[:, :j]
+        sine = float(torch.linalg.matrix_norm(wide - X @ (X.mT @ wide), ord=2))
+        if e < FULL * s:
+            found[f"span of {j}"] = sine / (e / s)
+        elif s * 0.01 > eps * size:  # neither singular nor too near for what any QR may do
+            found[f"span of {j} as measured"] = sine / (SPAN * k**0.5 * eps * size / s)
+        if e < FULL * s and j == k:
             allowed = -math.sqrt(2) * math.log1p(-e / s) + orthogonality
             found["same Q"] = float(torch.linalg.matrix_norm(Q - Q_exact)) / allowed
     return found
