@@ -228,16 +228,6 @@ def test_every_setting_is_among_those_that_are_changed(cls):
     assert cls(named(SHAPE)).defaults.keys() - OTHERS.keys() == {"algorithm", "transposed", "split"}
 
 
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
-def test_a_weight_that_became_a_lazy_negation_is_refused(algorithm):
-    p = torch.nn.Parameter(normal(4, 6))
-    optimizer = train(PRO([{"params": [p], "algorithm": algorithm, "lr": 0.01}]), range(2))
-    p.data = torch._neg_view(p.data)
-    p.grad = torch.ones(4, 6)
-    with pytest.raises(ValueError, match="negation"):
-        optimizer.step()
-
-
 # Random mixtures
 
 ALL = 200

@@ -142,6 +142,9 @@ def test_adamw_groups_equal_torch_adamw(cls, dtype, options):
             optimizer.param_groups[0]["weight_decay"] = expected.param_groups[0]["weight_decay"] = 0.25
         train(optimizer, [call], missing=missing)
         train(expected, [call], missing=missing)
+        begun, late = ({key: v.dtype for key, v in optimizer.state[p].items()} for _, p in ours[1:3])
+        assert begun == late  # whose entry, of zeros, a checkpoint needs before it begins
+        assert call > 0 or not any(v.any() for v in optimizer.state[ours[2][1]].values())
     assert differences(contents(optimizer)[:-1], expected) == set()
 
 

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import prokl
 from prokl.algorithm.polynomials import MUON
 from tests.distributed import checkpoints
 from tests.distributed.checkpoints import END, SAVED, load, save
-from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, matrices_and_vectors, value, whole
+from tests.distributed.placements import BEGINS, LATE, SHAPES, Run, assert_same, matrices_and_vectors, whole
 from tests.inputs import KL, PRO, forbid_host_reads, normal, same_bits
 from tests.training import contents, differences
 
@@ -111,32 +110,6 @@ def test_a_weight_that_leaves_takes_its_state_with_it(how, device):
     del run, weights, stand_ins, p, group, values
     gc.collect()
     assert [t() for t in left] == [None] * len(left)
-
-
-def test_adamw_starts_weights_without_a_gradient_as_alone():
-    for given in ({}, {"amsgrad": True}, {"fused": True}):
-        early, late = (torch.nn.Parameter(normal(4, 3).to(torch.float64)) for _ in range(2))
-        own = prokl.ProKLShampoo([{"params": [early, late], "algorithm": "adamw", "lr": 0.1, **given}])
-        early.grad = torch.ones_like(early)
-        own.step()
-        assert own.state[late].keys() == own.state[early].keys()
-        for key, blank in own.state[late].items():
-            assert not blank.any()
-            assert (blank.dtype, blank.shape) == (own.state[early][key].dtype, own.state[early][key].shape)
-        alone = torch.optim.AdamW([copy.deepcopy(late)], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, **given)
-        (twin,) = alone.param_groups[0]["params"]
-        late.grad, twin.grad, early.grad = torch.ones_like(late), torch.ones_like(late), None
-        own.step()
-        alone.step()
-        assert same_bits(late, twin)
-
-
-def test_a_weight_without_gradients_stays_out_of_every_batch():
-    run = Run().train(0, SAVED)
-    late = run.weights["late"]
-    assert run.optimizer.state[late]["step"] == -1 and not run.optimizer.state[late]["M_Q"].any()
-    assert late not in {member.p for bucket in run.optimizer.engine.buckets for member in bucket.members}
-    assert same_bits(late, value(SHAPES["late"], [*SHAPES].index("late")))
 
 
 @pytest.mark.parametrize(

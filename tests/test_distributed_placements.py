@@ -225,13 +225,6 @@ def test_state_goes_by_weights_and_not_by_who_was_touched_first(pools):
         assert all(same_bits(value, found["state"][i][key]) for key, value in own.items())
 
 
-@pytest.mark.slow
-def test_without_a_group_plain_weights_stay_on_every_rank(pools):
-    for weights, _, received, _ in pools[2].run(on_ranks, PRO, "plain"):
-        assert received == 0
-        assert_same(weights, alone(PRO)[0])
-
-
 def gradients_placed_otherwise():
     run = Run("fsdp")
     for call in range(STEPS):

@@ -92,12 +92,6 @@ def test_what_is_missing_is_told_with_the_remedy(no_gpu, monkeypatch, capsys):
     assert found["extension"] == "it was left out"
 
 
-def test_an_extension_is_told_with_its_architectures(no_gpu, monkeypatch, capsys):
-    module = SimpleNamespace(architectures="80;90", __file__="/there/_C.so")
-    monkeypatch.setattr(extension, "load", lambda: (module, None))
-    assert diagnose(capsys)["extension"] == "built for 80, 90 (/there/_C.so)"
-
-
 def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, capsys):
     capabilities = [(9, 0), (7, 5)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -114,6 +108,7 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
         *(f"{device} {what}" for device in ("cpu", "cuda:0", "cuda:1") for what in ("step", "qr")),
     ]
     assert (found["gpu 0"], found["gpu 1"]) == ("GPU 0, compute capability 9.0", "GPU 1, compute capability 7.5")
+    assert found["extension"] == "built for 80, 90 (_C.so)"
     assert found["cuda:0 qr"] == "CUDA extension: it runs on cuda:0"
     assert found["cuda:1 step"].startswith("torch: ")
 

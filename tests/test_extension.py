@@ -77,10 +77,6 @@ def test_a_foreign_extension_is_told_and_not_raised(name, content, says, load_fr
     assert module is None and all(part in reason for part in says)
 
 
-def test_loading_is_tried_once():
-    assert extension.load() is extension.load()
-
-
 def built(monkeypatch, architectures, capability=None, hip=None, driver=13010):
     """An extension built for these, and a GPU of this capability, if any."""
     module = SimpleNamespace(architectures=architectures, built_with=lambda: 13000, driver_knows=lambda: driver)

@@ -57,7 +57,8 @@ def misspelt(setting):
 def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
     settings = settings_of(cls, algorithm)
     pairs = [(setting, key) for setting in settings for key in misspelt(setting)]
-    for nearest, key in [*pairs, ("weight_decay", "wieght_decay"), ("lr", "learning_rate")]:
+    other = ("split", "heads") if algorithm == "matrix" else ("lr", "learning_rate")
+    for nearest, key in [*pairs, ("weight_decay", "wieght_decay"), other]:
         says = rf"^Invalid {key}=0\.3 of a new group: .* the nearest is {nearest}\. Write '{nearest}', or"
         refused_everywhere(cls, {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: 0.3}, says)
 
@@ -97,11 +98,6 @@ def test_keys_of_schedulers_trainers_and_others_are_kept(cls, algorithm):
     optimizer = cls([weight(4, 6)])
     optimizer.add_param_group({"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, **own})
     assert own.items() <= optimizer.param_groups[1].items()
-
-
-def test_heads_of_a_group_are_told_to_be_its_split():
-    with pytest.raises(ValueError, match="Invalid heads=4 of a new group: .* the nearest is split"):
-        PRO([{"params": [weight(4, 6)], "heads": 4}])
 
 
 @both

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +18,7 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.io import Member
 from prokl.distributed.division import matrix_cost
-from prokl.distributed.ownership import Block, Home, Part, blocks, check_placements, divide, homes, whole_block
+from prokl.distributed.ownership import Home, Part, blocks, divide, homes, whole_block
 from prokl.distributed.state import own_state
 from prokl.distributed.team import Team
 from prokl.distributed.weights import LocalWeight
@@ -74,14 +74,6 @@ def test_fsdp_over_tensor_parallel_cuts_each_shard_once_more(count):
     assert all(block.bounds[1] == (0, 3) for block in found)
 
 
-def test_blocks_meet_and_lie_within_each_other():
-    a, b = Block(((0, 4), (2, 6))), Block(((2, 8), (0, 5)))
-    assert a.meet(b) == Block(((2, 4), (2, 5))) and a.meet(b).shape == (2, 3)
-    assert a.meet(b).within(a) == (slice(2, 4), slice(0, 3))
-    assert 0 in a.meet(Block(((6, 7), (0, 1)))).shape
-    assert whole_block(()).shape == ()
-
-
 def test_a_matrix_has_a_home_where_it_lies_whole():
     everywhere = (Home(0, 1, (0, 1, 2)),)
     assert homes((5, 4), False, blocks((5, 4), (3,), (Replicate(),))) == everywhere
@@ -96,11 +88,6 @@ def test_a_matrix_has_a_home_where_it_lies_whole():
     replicas = blocks((4, 4, 3), (2, 2), (Replicate(), Shard(0)))
     assert homes((4, 4, 3), True, replicas) == (Home(0, 2, (0, 2)), Home(2, 4, (1, 3)))
     assert homes((4, 4, 3), True, blocks((4, 4, 3), (2,), (Shard(1),))) == (Home(0, 4, (0, 1)),)
-
-
-def test_a_sum_that_is_still_to_be_made_is_refused():
-    with pytest.raises(ValueError, match="w is a DTensor with placement .*must be Shard or Replicate: redistribute"):
-        check_placements("w", [Shard(0), Partial()])
 
 
 def test_ranks_with_copies_of_shards_send_equal_amounts():

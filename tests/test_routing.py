@@ -393,22 +393,13 @@ def told(groups):
     return {route.names[0]: route for route in groups.routes}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "A_log",
-        "A_logs",
-        "log_A_real",
-        "A_imag",
-        "inv_A_real",
-        "log_dt",
-        "nu_log",
-        "time_decay",
-        "time_faaaa",
-        "Lambda_re",
-    ]
-    + ["time_first", "time_mix_k", "time_maa_x", "q_scale", "gamma", "log_sigma", "decay", "attn_mask"],
-)
+ELEMENTWISE = """
+    A_log A_logs log_A_real A_imag inv_A_real log_dt nu_log time_decay time_faaaa Lambda_re
+    time_first time_mix_k time_maa_x q_scale gamma log_sigma decay attn_mask
+""".split()
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_what_acts_element_by_element_goes_to_adamw_undecayed(name):
     model = holding(up=linear(8, 8), **{name: torch.ones(8, 4)})
     groups = param_groups(model, **RATES, adamw_weight_decay=0.1)

@@ -53,6 +53,7 @@ STATED = {
     "the module around": (with_settings(holding(attn=attention()), num_heads=3), [3, 3, None]),
     "grouped": (attention(12, 8, num_heads=3, num_key_value_heads=2), [3, 2, None]),
     "grouped, with the size of a head": (attention(12, 8, head_dim=4, n_heads=3, n_kv_heads=2), [3, 2, None]),
+    "queries that do not fit": (attention(24, 12, num_heads=3, num_key_value_heads=3, head_dim=4), [None, 3, None]),
     "one head of keys": (attention(12, 4, num_heads=3, num_key_value_heads=1), [3, None, None]),
     "the module's own before its config's": (attention(num_heads=3, config={"num_heads": 4}), [3, 3, None]),
     "names of Llama's own code": (attention(names="w{}", n_local_heads=3, n_heads=6), [3, 3, None]),
@@ -159,11 +160,6 @@ def test_without_a_number_that_fits_a_weight_stays_whole(model, expected):
     assert route.split is None
     reason = route.reason.split("; ", 1)
     assert f"; {reason[1]}".startswith(expected) if expected else len(reason) == 1
-
-
-def test_keys_divide_where_only_queries_do_not_fit():
-    model = attention(24, 12, num_heads=3, num_key_value_heads=3, head_dim=4)
-    assert [*read(model).values()] == [None, 3, None]
 
 
 def test_reasons_say_how_many_heads_of_how_many_rows():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import GUESS, HINT, RATES, by_name, holding, linear
+from tests.routing import HINT, RATES, holding, linear
 
 
 def block(width=8):
@@ -62,30 +62,6 @@ def test_tied_weights_keep_their_lines():
     model = holding(layers=nn.ModuleList([shared, shared, block(), block()]))
     assert names(model)[:4] == ["layers.0.attn.q_proj.weight", "", "layers.0.attn.o_proj.weight", ""]
     assert "layers.{2,3}.attn.q_proj.weight ×2" in names(model)
-
-
-def test_names_keep_their_case_in_reasons():
-    model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8), Filter=torch.zeros(8, 4)))
-    model.Mixer.Filter._no_weight_decay = True
-    model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
-    reasons = {name: route.reason for name, route in by_name(model).items()}
-    assert reasons["Mixer.A_log"] == "acts element by element by its name, A_log of Module"
-    assert (
-        reasons["Mixer.W_q"] == f"2-D, W_q of Module{GUESS}; not by heads: their number is not known (heads= tells it)"
-    )
-    assert reasons["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
-    assert reasons["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
-
-
-def test_a_stack_of_unknown_layout_gets_the_hint():
-    model = holding(experts=holding(W1=torch.zeros(4, 8, 12), W2=torch.zeros(4, 8, 12)), pair=nn.Bilinear(3, 4, 5))
-    model.known = holding(W3=torch.zeros(4, 8, 12))
-    model.known.is_transposed = False
-    reasons = {name: route.reason for name, route in by_name(model, transposed=["*.W2"]).items()}
-    assert reasons["experts.W1"] == f"stack of 4, W1 of Module{HINT}"
-    assert reasons["experts.W2"] == "stack of 4, W2 of Module; stored (in, out)"
-    assert reasons["known.W3"] == "stack of 4, W3 of Module"
-    assert reasons["pair.weight"] == "stack of 5, weight of Bilinear"
 
 
 def test_the_table_shows_every_parameters_place_and_reason():

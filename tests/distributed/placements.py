@@ -43,7 +43,6 @@ MIXED = {"square2": [Replicate()], "square3": None}
 # None of a plain tensor. Plain weights are divided among all ranks, where "divided" stands beside them.
 PLACED = {
     "alone": (0, lambda name, ndim: None),
-    "plain": (0, lambda name, ndim: None),
     "ddp": (0, lambda name, ndim: None),
     "fsdp": (1, lambda name, ndim: [Shard(0)]),
     "columns": (1, lambda name, ndim: [Shard(1)] if ndim > 1 else [Replicate()]),
