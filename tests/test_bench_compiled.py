@@ -140,41 +140,6 @@ def test_the_compiled_model_is_the_same_model(source, model):
 # Times
 
 
-class Event:
-    """torch.cuda.Event: says nothing before the device was waited for."""
-
-    now, waited = 0.0, 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        Event.now += 1.0
-        self.at = Event.now
-
-    def elapsed_time(self, end):
-        assert max(self.at, end.at) <= Event.waited
-        return 1e3 * (end.at - self.at)
-
-
-def test_on_a_gpu_times_are_events_and_batches_are_pinned(source, monkeypatch):
-    """A stand-in for the device has events that count themselves."""
-    gpu, pinned, calls = SimpleNamespace(type="cuda"), [], []
-    own, to = Compiled(SCALE, source, CPU, eager=True), torch.Tensor.to
-    monkeypatch.setattr(own, "device", gpu)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda t, *to_what, **how: t if gpu in to_what else to(t, *to_what, **how))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(Event, "waited", Event.now))
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: calls.append(name))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    record = last(own, HYPERS["pro"])
-    assert record.model_seconds == record.optimizer_seconds == [1.0] * 20 and len(pinned) == 2 * 20
-    assert record.seconds(20) == 40.0 and record.peak_bytes == 123
-    assert calls == ["empty_cache", "reset_peak_memory_stats"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", HYPERS)
 def test_no_step_waits_for_the_gpu(key, source, monkeypatch):

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("pytest_benchmark")
 
 from bench import gate, rows  # noqa: E402
 from bench.micro import groups  # noqa: E402
-from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, expect, flat, numbers  # noqa: E402
+from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
 from bench.micro.groups import KL, LIBRARY, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
@@ -109,53 +108,6 @@ def test_a_bucket_of_two_sets_is_measured_once():
     assert [r["note"] for r in chosen[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
     (orthogonalised, _) = found["Newton-Schulz"].forms(CPU)
     assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
-
-
-def test_balanced_products_are_timed_beside_the_librarys():
-    found = groups.groups([SETS["gpt2-124m"]], CUDA)
-    for case in (case for case in KERNELS if case.library):
-        sizes = {g.sizes for g in found if g.case is case}
-        assert {(s.B, s.m, s.n, s.r) for s in sizes} == {
-            (48, 768, 768, 32), (48, 768, 768, 128), (24, 768, 3072, 32), (24, 768, 3072, 128), (288, 64, 768, 32),
-            (288, 64, 768, 64),
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", [case for case in KERNELS if case.library], ids=lambda case: case.name)
-def test_the_librarys_product_of_deep_factors_is_that_of_pairs(case, monkeypatch):
-    """A CPU has no product of bfloat16 with a sum in float32: it is taken of the same numbers in float32."""
-
-    def wide(product):
-        def of(*tensors, out_dtype=None, **given):
-            return product(*(t.to(out_dtype or t.dtype) for t in tensors), **given)
-
-        return of
-
-    for name in ("bmm", "baddbmm"):
-        monkeypatch.setattr(torch, name, wide(getattr(torch, name)))
-    d = case.timed[0]
-    fresh = inputs(case, d)
-    expected = expect(case, fresh)
-    (form,) = (form for form in groups.Group(case, SIZES, d, ()).forms(CPU) if form.name == LIBRARY)
-    assert complaint(form.called, form.primitives(CPU), fresh, expected) == ""
-    off = replace(case, library=lambda i: lambda: 1.0001 * case.library(i)())
-    assert complaint(replace(form, case=off).called, ON_CPU, fresh, expected).startswith("error ")
-
-
-@pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)
-def test_a_balanced_kernel_has_a_float32_form_timed_beside(case):
-    ran = []
-
-    class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            ran.extend(t for t in (found if isinstance(found, tuple) else [found]) if isinstance(t, torch.Tensor))
-            return found
-
-    run = case.formula(case.inputs(SIZES, FP32_POLAR, numbers(CPU)))
-    with Noting():
-        run()
-    assert {t.dtype for t in ran if t.is_floating_point() and t.ndim == 3} <= {torch.float32}
 
 
 def test_rows_are_written_one_by_one_with_ratios(monkeypatch, tmp_path):

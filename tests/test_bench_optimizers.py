@@ -100,17 +100,6 @@ def llama():
     return Transformer(replace(CONFIGS["llama-tiny"], vocabulary=32))
 
 
-def test_query_and_key_have_the_pieces_and_the_rate_asked_for():
-    hyper = Hyper("pro-klshampoo", 0.01, 0.003, qk_pieces=6, qk_rate=2.0)
-    found = {}
-    for group in optimizers.split(llama(), hyper):
-        for name, _ in group["params"]:
-            found[name.split(".")[-2]] = group["algorithm"], group["lr"], group.get("split")
-    others = dict.fromkeys(("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("matrix", 0.01, None))
-    qk = dict.fromkeys(("q_proj", "k_proj"), ("matrix", 0.02, 6))
-    assert found.items() >= (others | qk).items() and found["embedding"][:2] == ("adamw", 0.003)
-
-
 @pytest.mark.parametrize("method, count", [("adamw", 1), ("muon", 2), ("kl-shampoo", 1)])
 def test_every_method_has_the_rate_of_query_and_key(method, count):
     own = llama()

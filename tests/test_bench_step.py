@@ -1,6 +1,5 @@
 """The benchmark of whole steps: who is compared with whom, that nothing wrong is reported, and what is left out."""
 
-import operator
 import re
 from dataclasses import replace
 
@@ -98,15 +97,6 @@ def test_the_timed_entries_are_distinct():
         assert [e.rank for e in own] == [2, 3, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
         weights = [torch.nn.Parameter(torch.zeros(8, 12))]
         assert all(e.build(weights).param_groups[0]["cuda_graphs"] is (e.note != EAGER) for e in own)
-
-
-def test_the_later_half_of_square_weights_is_split_by_heads():
-    """Weights of a set are counted query, key, value and output in one, so half of them is."""
-    entry = next(e for e in model_entries(replace(TINY, heads=2), CPU, torch.float32) if e.note == HEADS)
-    weights = [torch.nn.Parameter(torch.zeros(8, n)) for n in (8, 8, 8, 8, 12)]
-    split, whole = entry.build(weights).param_groups
-    assert split["split"] == 2 and all(map(operator.is_, split["params"], weights[2:4])) and len(split["params"]) == 2
-    assert whole["split"] is None and [W.shape[1] for W in whole["params"]] == [8, 8, 12]
 
 
 @pytest.mark.slow

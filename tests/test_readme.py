@@ -86,19 +86,6 @@ def test_the_groups_that_are_shown_are_printed_so():
     assert str(groups).rstrip() == shown.rstrip()
 
 
-def test_the_readme_is_read_in_two_minutes():
-    """About 120 lines, 14 words a sentence and 4 numbers per 100 words, no section longer than a screen."""
-    assert len(README.splitlines()) <= 120
-    assert max(len(section.splitlines()) for section in re.split(r"^## ", README, flags=re.MULTILINE)) <= 40
-    prose = re.sub(r"```.*?```|^\|.*?$|^#.*?$|^!\[.*?$|<!--.*?-->", "", README, flags=re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", prose))
-    sentences = [s for s in re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", prose) if re.search(r"\w", s)]
-    words = [len(re.findall(r"[\w'’-]+", s)) for s in sentences]
-    numbers = len(re.findall(r"(?<![\w-])\d[\d.,:]*", prose))
-    assert sum(words) / len(words) <= 14
-    assert 100 * numbers / sum(words) <= 4
-
-
 @pytest.mark.parametrize("page", ["index", "groups", "checkpoints"])
 def test_the_blocks_of_the_guide_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

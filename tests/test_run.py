@@ -4,12 +4,10 @@ import os
 import re
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 
 from tests.commands import ROOT
-from tests.conftest import Failures
 
 PYTHON = """#!/bin/sh
 echo "$*" >>"$LOG"
@@ -159,10 +157,3 @@ def test_help_installs_nothing(job, script, tmp_path):
     shutil.rmtree(tmp_path / "clone" / ".venv")  # a fresh clone
     assert script(job, "--help") == (0, [], "")
     assert not (tmp_path / "clone" / ".venv").exists()
-
-
-def test_a_failure_is_written_as_it_comes(tmp_path):
-    failures = Failures(tmp_path / "failures.log")
-    for name, failed in (("a", True), ("b", False), ("c", True)):
-        failures.pytest_runtest_logreport(SimpleNamespace(nodeid=name, failed=failed, longreprtext="why"))
-    assert failures.log.read_text() == "a\nwhy\n\nc\nwhy\n\n"
