@@ -3,12 +3,9 @@
 import math
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import clock
 from bench.training import compiled, run
@@ -17,7 +14,6 @@ from bench.training.run import Run
 from bench.training.schedules import linear
 from bench.training.sources import open_source
 from tests.experiments import HYPERS, MICRO, text_in
-from tests.inputs import HOST_READS
 
 CPU = torch.device("cpu")
 SCALE = replace(MICRO, steps=20, evaluations=4)
@@ -61,40 +57,6 @@ def test_a_run_leaves_nothing_for_the_next_one(model):
     half = last(model, HYPERS["pro"], state_dtype="bfloat16")
     assert half.state_bytes < 0.85 * whole.state_bytes  # AdamW's and eigenbases stay in float32; 0.82 here
     assert half.losses != whole.losses
-
-
-class Reads(TorchDispatchMode):
-    """Counts what the host reads of the device but for what optimizers read, which other tests count."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.stepping = 0, False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in HOST_READS and not self.stepping
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("key", HYPERS)
-def test_the_host_reads_at_validations_alone(key, model, monkeypatch):
-    batch = model.source.training_batch(0, 0, 4, 16)  # which reads numbers of windows, on the host
-    monkeypatch.setattr(model, "source", SimpleNamespace(vocabulary=256, training_batch=lambda *of: batch))
-    counts = []
-    for steps in (20, 40):  # of five validations each
-        reads = Reads()
-        hooks = [
-            register(lambda *of, reads=reads, begins=begins: setattr(reads, "stepping", begins))
-            for register, begins in (
-                (register_optimizer_step_pre_hook, True),
-                (register_optimizer_step_post_hook, False),
-            )
-        ]
-        with reads:
-            list(model.run(HYPERS[key], 0, steps))
-        for hook in hooks:
-            hook.remove()
-        counts.append(reads.count)
-    assert counts[0] == counts[1] > 0
 
 
 def test_a_diverging_run_ends_at_a_validation_with_its_step(model, monkeypatch):

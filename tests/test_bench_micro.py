@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from bench import gate, rows  # noqa: E402
+from bench import gate  # noqa: E402
 from bench.micro import groups  # noqa: E402
-from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
-from bench.micro.groups import KL, LIBRARY, OURS, PLAIN, Results  # noqa: E402
+from bench.micro.case import FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
+from bench.micro.groups import KL, LIBRARY, OURS, PLAIN  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.algorithm.algebra import Algebra  # noqa: E402
@@ -99,30 +99,6 @@ def test_a_bucket_of_two_sets_is_measured_once():
     found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
-    found = {g.name.partition(",")[0]: g for g in groups.groups([TINY], CPU) if g.sizes == Sizes(3, 12, 20, 4)}
-    chosen = [
-        groups.row(form, found[name], FP32, CPU) for name in ("apply", "refresh") for form in found[name].forms(CPU)
-    ]
-    assert [r["dtype"] for r in chosen[:3]] == ["float32"] * 3
-    qr = "QR by PyTorch: the torch backend calls no kernels; "
-    assert [r["note"] for r in chosen[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
-    (orthogonalised, _) = found["Newton-Schulz"].forms(CPU)
-    assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
-
-
-def test_rows_are_written_one_by_one_with_ratios(monkeypatch, tmp_path):
-    here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
-    monkeypatch.setattr(groups.rows, "environment", lambda device: here)
-    out = tmp_path / "rows.csv"
-    plain = {"case": "g", "optimizer": PLAIN, "backend": "", "unit": "ms", "median": 2.0, "note": ""}
-    Results(CPU, 0.001, out).add(plain)
-    again, ours = Results(CPU, 0.001, out), plain | {"optimizer": OURS, "median": 1.0}
-    assert again.has(plain) and not again.has(ours)
-    again.add(ours)
-    again.add(plain | {"median": 4.0})
-    again.add(ours | {"backend": "triton"})
-    found = [(r["optimizer"], r["backend"], r["ratio"]) for r in read(out)]
-    assert found == [(PLAIN, "", "1"), (OURS, "", "0.5"), (OURS, "triton", "0.25")]
 
 
 def pytest_bench(*arguments):

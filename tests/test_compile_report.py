@@ -279,27 +279,22 @@ def checkout(tmp_path, folder, monkeypatch):
     return tmp_path
 
 
-def test_an_extension_that_fits_is_placed_and_marked(checkout, folder, monkeypatch, capsys):
+@pytest.mark.parametrize("why", [None, "csrc has changed", "_C.cpython-399", "compute capability 8.0"])
+def test_an_extension_is_placed_where_it_fits_and_else_taken_away(why, checkout, folder, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(checkout / "cache"))
-    assert compile_report.main(["unpack"]) == 0
-    assert capsys.readouterr().out == "extension: placed\n"
-    assert (checkout / "prokl" / pack.NAME).read_text() == "machine code"
-    assert (folder / "extension" / pack.PLACED).exists()
-
-
-@pytest.mark.parametrize("why", ["csrc has changed", "_C.cpython-399", "compute capability 8.0"])
-def test_one_that_does_not_fit_is_not_left_there_and_is_built(why, checkout, folder, monkeypatch):
     own = folder / "extension"
     (own / pack.PLACED).touch()  # of a run before
-    if why.startswith("csrc"):
+    if why == "csrc has changed":
         (checkout / "csrc" / "qr.cu").write_text("other code")
-    elif why.startswith("_C"):
+    elif why == "_C.cpython-399":
         (own / pack.NAME).rename(own / "_C.cpython-399-some.so")
-    else:
+    elif why:
         monkeypatch.setattr(pack, "unsupported_reason", lambda: "cuda has compute capability 8.0")
-    answer = pack.place_extension(own)
-    assert answer.startswith("not used: ") and why in answer
-    assert not (own / pack.PLACED).exists() and not list((checkout / "prokl").iterdir())
+    assert compile_report.main(["unpack"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("extension: not used: ") and why in said if why else said == "extension: placed\n"
+    assert (own / pack.PLACED).exists() == (why is None)
+    assert [path.read_text() for path in (checkout / "prokl").iterdir()] == ([] if why else ["machine code"])
 
 
 COMPILE = """

@@ -6,7 +6,6 @@ import sys
 import tarfile
 import venv
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,21 +52,6 @@ def test_the_page_links_to_the_repository_if_it_has_an_address():
     )
     assert build_page.repository('[project.urls]\nPaper = "https://x.org"\n') is None
     assert build_page.page(readme, None) == "Loss\nsee docs, [here](#below), [paper](https://arxiv.org/abs/1)"
-
-
-def test_the_site_names_pages_by_title_and_keeps_errors_by_figures():
-    pytest.importorskip("mkdocs")
-    import build_site
-
-    config = SimpleNamespace(docs_dir=str(ROOT / "docs"))
-    source = "[groups.md](groups.md#top), [a table](results.md), ![Loss](../bench/loss.png), [rows](../bench/a.csv)"
-    shown = "[What to give it](groups.md#top), [a table](results.md), ![Loss](bench/loss.png), rows"
-    assert build_site.on_page_markdown(source, config) == shown
-    rendered = "<p>docs/groups.md says :func:<code>f</code></p><td>0.014 ± 0.004 / 0.02 ±\n0.1</td>"
-    assert build_site.on_page_content(rendered, config) == (
-        '<p><a href="../groups/">What to give it</a> says <code>f</code></p>'
-        "<td>0.014\xa0±\xa00.004\xa0/ 0.02\xa0±\xa00.1</td>"
-    )
 
 
 @pytest.mark.slow

@@ -198,9 +198,3 @@ def settings_by_name(optimizer):
                     own[key] = (len(p) // value,) * value if key == "split" and isinstance(value, int) else value
             found[name] = own
     return found
-
-
-@pytest.mark.parametrize("method", ["muon-0.9", "smok-hop"])
-def test_muon_and_the_papers_ablations_have_whole_weights(method):
-    (h,) = pretrain.Options(optimizers=(method,)).selected
-    assert h.qk_pieces == 1 and h.rank == (None if method == "muon-0.9" else pretrain.DEMO.largest)

@@ -93,22 +93,6 @@ def test_gpu_tests_have_every_file_that_takes_a_gpu_by_itself():
     assert taking - {"bench_first"} <= {*listed}  # which is a part of its own
 
 
-def test_training_on_a_gpu_keeps_caches_outside_the_checkout(script, tmp_path, monkeypatch):
-    python = tmp_path / "clone" / ".venv" / "bin" / "python"
-    python.write_text(PYTHON + 'echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR" >>"$LOG.env"\n')
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
-    status, commands, _ = script("gpu", "--part", "train", "--data", "shards", "--minutes", "4", "--out", "rows")
-    assert (status, commands) == (
-        0,
-        ["-m bench.study gpt-124m --out /elsewhere/rows --data /elsewhere/shards --minutes 4"],
-    )
-    assert (tmp_path / "log.env").read_text().splitlines()[-1] == "/kept/prokl/triton /kept/prokl/inductor"
-    assert script("gpu", "--part", "train", "--out", "/tmp")[1] == ["-m bench.study gpt-124m --out /tmp"]
-    assert not any("gpt-124m" in line for line in script("gpu")[1])  # it is a part only where it is named
-
-
 def test_integrations_run_with_packages_of_their_own(script, tmp_path):
     status, commands, _ = script("integrations", "-k", "peft")
     assert (status, commands) == (0, ["-m pytest --slow --no-skips tests/integrations -k peft"])
