@@ -57,8 +57,6 @@ STATED = {
     "one head of keys": (attention(12, 4, num_heads=3, num_key_value_heads=1), [3, None, None]),
     "the module's own before its config's": (attention(num_heads=3, config={"num_heads": 4}), [3, 3, None]),
     "names of Llama's own code": (attention(names="w{}", n_local_heads=3, n_heads=6), [3, 3, None]),
-    "BERT's names": (with_settings(holding(query=linear(8, 12), key=linear(8, 12)), num_attention_heads=3), [3, 3]),
-    "T5's names": (attention(names="{}", n_heads=3, key_value_proj_dim=4), [3, 3, None]),
     "DeepSeek's queries": (with_settings(holding(q_b_proj=linear(8, 18)), num_heads=3, qk_head_dim=6), [3]),
     "names of other code": (attention(names="c_{}", num_heads=3), [3, 3, None]),
     "plural names": (with_settings(holding(queries=linear(8, 12), keys=linear(8, 12)), num_heads=3), [3, 3]),
@@ -67,26 +65,8 @@ STATED = {
     "MultiheadAttention": (nn.MultiheadAttention(16, 2), [(8, 8, 8, 8, 16), None]),
     "MultiheadAttention of one head": (nn.MultiheadAttention(16, 1), [3, None]),
     "MultiheadAttention of other inputs": (nn.MultiheadAttention(16, 2, kdim=8, vdim=4), [2, 2, None, None]),
-    "GPT-2": (with_settings(holding(c_attn=Conv1D(24, 8)), num_heads=2, head_dim=4), [(4, 4, 4, 4, 8)]),
     "GPT-2, to an encoder": (with_settings(holding(c_attn=Conv1D(16, 8)), num_heads=2, head_dim=4), [(4, 4, 8)]),
     "Phi-3": (fused("Phi3Attention", "qkv_proj", 20, head_dim=3, num_key_value_heads=1), [(14, 3, 3)]),
-    "Phi-3 with its config": (
-        fused(
-            "Phi3Attention",
-            "qkv_proj",
-            24,
-            head_dim=3,
-            num_key_value_heads=2,
-            config={"num_attention_heads": 4, "num_key_value_heads": 2},
-        ),
-        [(3, 3, 3, 3, 3, 3, 6)],
-    ),
-    "GPT-NeoX, head by head": (fused("GPTNeoXAttention", "query_key_value", 24, num_heads=2, head_size=4), [6]),
-    "Bark": (fused("BarkSelfAttention", "att_proj", 24, num_heads=2, head_dim=4), [(4, 4, 4, 4, 8)]),
-    "DeBERTa, head by head": (
-        fused("DisentangledSelfAttention", "in_proj", 24, num_attention_heads=2, attention_head_size=4),
-        [6],
-    ),
     "a stack": (
         with_settings(holding(wq=torch.zeros(2, 12, 8), wk=torch.zeros(2, 8, 8)), n_heads=3, n_kv_heads=2, head_dim=4),
         [3, 2],
@@ -117,10 +97,6 @@ WHOLE = {
         attention(num_heads=3, head_dim=8),
         "; not by heads: 3 × 8 are not the 12 rows",
     ),
-    "gates beside queries": (  # Qwen3-Next
-        attention(24, 12, num_heads=3, num_key_value_heads=3, head_dim=4),
-        "; not by heads: 3 × 4 are not the 24 rows",
-    ),
     "fewer keys, of which nothing is said": (
         attention(12, 6, num_heads=3),
         "; not by heads: there are no 3 of 12 rows of q, and 3 of 6 rows of k, of one size",
@@ -130,17 +106,9 @@ WHOLE = {
         with_settings(holding(wq=torch.zeros(2, 12, 8)), n_heads=3),
         "; not by heads: a head's rows are not known (heads= tells the number of heads)",
     ),
-    "GPT-BigCode": (
-        fused("GPTBigCodeAttention", "c_attn", 24, num_heads=2, head_dim=4),
-        "; whole, though named as fused (split= takes consecutive pieces)",
-    ),
     "GPT-NeoX with other rows": (
         fused("GPTNeoXAttention", "query_key_value", 25, num_heads=2, head_size=4),
         "; whole, though named as fused (split= takes consecutive pieces); not by heads: 2 × 4 are not the 9 rows of v",
-    ),
-    "Falcon": (
-        fused("FalconAttention", "query_key_value", 24, num_heads=2, head_dim=4),
-        "; whole, though named as fused (split= takes consecutive pieces)",
     ),
     "a table of queries": (with_settings(holding(query=torch.zeros(12, 8)), num_heads=3, head_dim=4), ""),
     "XLNet": (

@@ -51,11 +51,6 @@ READ = {
     "c_attn of other sizes": (holding(c_attn=Conv1D(20, 8), c_proj=Conv1D(24, 8)), [TURNED, TURNED]),
     "c_attn by heads": (holding(c_attn=linear(8, 24)), [WHOLE]),  # GPT-BigCode's
     "gpt-oss": (experts("GptOssExperts", True), [TURNED, TURNED]),  # gate and up take turns
-    "gpt-oss, as of transformers 5": (
-        experts("GptOssExperts", True, is_transposed=True, is_concatenated=False, has_gate=True),
-        [TURNED, TURNED],
-    ),
-    "llama-4": (experts("Llama4TextExperts", True), [(True, 2), TURNED]),
     "mixtral": (experts(is_transposed=False, is_concatenated=True, has_gate=True), [(False, 2), WHOLE]),
     "LongCat": (experts("LongcatFlashExperts"), [(False, 2), WHOLE]),
     "Step 3.7": (experts("Step3p7Experts"), [(False, 2), WHOLE]),
@@ -69,11 +64,7 @@ READ = {
     "LSTMCell": (nn.LSTMCell(8, 12), [(False, 4)] * 2),
     "GRUCell": (nn.GRUCell(8, 12), [(False, 3)] * 2),
     "RNNCell": (nn.RNNCell(8, 12), [WHOLE] * 2),
-    "ModernBERT's attention": (of_class("ModernBertAttention", Wqkv=linear(8, 24)), [(False, 3)]),
-    "ModernBERT's MLP": (of_class("ModernBertMLP", Wi=linear(8, 24)), [(False, 2)]),
     "MPT": (of_class("MptAttention", Wqkv=linear(8, 24)), [(False, 3)]),
-    "DBRX": (of_class("DbrxAttention", Wqkv=linear(8, 16), **HEAD_SIZES), [(False, (8, 4, 4))]),
-    "Phi-3": (of_class("Phi3Attention", qkv_proj=linear(8, 16), **HEAD_SIZES), [(False, (8, 4, 4))]),
     "Phi-3, as many heads": (
         of_class("Phi3Attention", qkv_proj=linear(8, 24), head_dim=2, num_key_value_heads=4),
         [(False, 3)],
@@ -86,10 +77,7 @@ READ = {
     "timm": (of_class("Attention", "timm.layers.attention", qkv=linear(8, 24)), [(False, 3)]),
     "an attention elsewhere": (of_class("Attention", "elsewhere", qkv=linear(8, 24)), [WHOLE]),
     "q, k and v of a head side by side": (of_class("GPTNeoXAttention", query_key_value=linear(8, 24)), [WHOLE]),
-    "Bark": (of_class("BarkSelfAttention", att_proj=linear(8, 24)), [(False, 3)]),
     "CLVP's gated unit": (of_class("ClvpGatedLinearUnit", proj=linear(8, 24)), [(False, 2)]),
-    "Granite's shared expert": (of_class("GraniteMoeHybridMLP", input_linear=linear(8, 24)), [(False, 2)]),
-    "Moonshine's decoder": (of_class("MoonshineDecoderMLP", fc1=linear(8, 24), fc2=linear(12, 8)), [(False, 2), WHOLE]),
     "GEGLU of diffusers": (of_class("GEGLU", "diffusers.models.activations", proj=linear(8, 24)), [(False, 2)]),
     "a GEGLU elsewhere": (of_class("GEGLU", "elsewhere", proj=linear(8, 24)), [WHOLE]),
     "groups with inputs of their own": (
