@@ -35,6 +35,28 @@ def blocks(width=8, count=2):
     return nn.ModuleList(holding(up=linear(width, 20), down=linear(20, width)) for _ in range(count))
 
 
+KINDS = {"blocks": blocks, "attention": lambda: nn.MultiheadAttention(8, 2), "words": lambda: nn.Embedding(9, 8)}
+
+
+def net(layers, **parts):
+    """A model of layers "path:inputs>outputs", "@size" convolutions, by more sizes an mlp, of KINDS, and of parts."""
+    model = holding()
+    for path, kind in (layer.split(":") for layer in layers.split()):
+        sizes, _, kernel = kind.partition("@")
+        each = [int(size) for size in sizes.split(">")] if kind not in KINDS else []
+        plain = KINDS[kind]() if kind in KINDS else mlp(*each) if len(each) > 2 else linear(*each)
+        *around, name = path.split(".")
+        owner = model
+        for outer in around:
+            if not hasattr(owner, outer):
+                setattr(owner, outer, holding())
+            owner = getattr(owner, outer)
+        setattr(owner, name, nn.Conv2d(*each, int(kernel), bias=False) if kernel else plain)
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
 def at(path, module):
     """A model with a module at a path."""
     for part in reversed(path.split(".")):

@@ -1,6 +1,7 @@
 """Output heads: structure says which layer is one, names where it says nothing, and a hidden layer is never one."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,18 +9,18 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, of_class, routes
+from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, net, of_class, routes
 
 
-def answering(method, answer, **parts):
+def answering(method, answer, layers, **parts):
     """A model with a method that returns one of its modules."""
-    model = holding(**parts)
+    model = net(layers, **parts)
     setattr(model, method, lambda: answer(model))
     return model
 
 
-def configured(config, kind=SimpleNamespace, **parts):
-    model = holding(**parts)
+def configured(config, layers, kind=SimpleNamespace, **parts):
+    model = net(layers, **parts)
     model.config = kind(**config)
     return model
 
@@ -35,9 +36,13 @@ class Broken(nn.Module):
 
 
 def tied():
-    model = holding(words=nn.Embedding(9, 8), up=linear(8, 8), back=linear(8, 9), to=linear(8, 5))
+    model = net("words:words up:8>8 back:8>9 to:8>5")
     model.back.weight = model.words.weight
     return model
+
+
+embeddings = partial(answering, "get_output_embeddings")
+classifier = partial(answering, "get_classifier")
 
 
 EMBEDDINGS, CLASSIFIER, NAMED = (
@@ -45,86 +50,68 @@ EMBEDDINGS, CLASSIFIER, NAMED = (
     "output head, by get_classifier()",
     "named as output head",
 )
-PARTS = {"h": blocks(), "conv_head": nn.Conv2d(8, 12, 1, bias=False), "out": linear(12, 5), "out_2": linear(12, 5)}
-END = {"h": blocks(), "fc2": linear(8, 5)}
+PARTS, END, HEADED = "h:blocks conv_head:8>12@1 out:12>5 out_2:12>5", "h:blocks fc2:8>5", "h:blocks head:8>5"
 LAST = "last layer, whose outputs no other takes"
 SEQUENTIAL = "last layer of the Sequential"
-BOX = nn.Module()
-BOX.layers = nn.ModuleList([linear(8, 8), linear(8, 8), linear(8, 4)])
+BOX = holding(layers=nn.ModuleList([linear(8, 8), linear(8, 8), linear(8, 4)]))
 SOFTMAX = dict.fromkeys(
     ("head.weight", "tail.0.1.weight", "tail.1.1.weight"), "output head, cluster of AdaptiveLogSoftmaxWithLoss"
 )
-HEADED = {"h": blocks(), "head": linear(8, 5)}
 # Weights that go to AdamW beside vectors, with the reason where it matters.
 HEADS = {
     # Heads that a model names itself.
     "of its embeddings": (
-        holding(inner=answering("get_output_embeddings", lambda m: m.out, h=blocks(), out=linear(8, 31))),
+        holding(inner=embeddings(lambda m: m.out, "h:blocks out:8>31")),
         {"inner.out": EMBEDDINGS},
     ),
-    "no embeddings": (answering("get_output_embeddings", lambda m: None, h=blocks(), out=linear(8, 8)), {}),
-    "of an error": (answering("get_output_embeddings", failing, **HEADED), {"head": NAMED}),
-    "a config of an error": (holding(inner=Broken(), **HEADED), {"head": NAMED}),
-    "a method with arguments": (answering("get_classifier", lambda m, name: None, **HEADED), {"head": NAMED}),
-    "another's classifier": (answering("get_classifier", lambda m: linear(8, 5), **HEADED), {"head": NAMED}),
-    "two classifiers": (
-        answering("get_classifier", lambda m: (m.out, m.out_2), **PARTS),
-        {"out": CLASSIFIER, "out_2": CLASSIFIER},
-    ),
-    "an identity": (answering("get_classifier", lambda m: m.none, none=nn.Identity(), **PARTS), {}),
-    "an empty list": (answering("get_classifier", lambda m: m.none, none=nn.ModuleList(), **PARTS), {}),
-    "its name, if nothing else is known": (holding(**PARTS), {"conv_head": NAMED}),
+    "no embeddings": (embeddings(lambda m: None, "h:blocks out:8>8"), {}),
+    "of an error": (embeddings(failing, HEADED), {"head": NAMED}),
+    "a config of an error": (net(HEADED, inner=Broken()), {"head": NAMED}),
+    "a method with arguments": (classifier(lambda m, name: None, HEADED), {"head": NAMED}),
+    "another's classifier": (classifier(lambda m: linear(8, 5), HEADED), {"head": NAMED}),
+    "two classifiers": (classifier(lambda m: (m.out, m.out_2), PARTS), {"out": CLASSIFIER, "out_2": CLASSIFIER}),
+    "an identity": (classifier(lambda m: m.none, PARTS, none=nn.Identity()), {}),
+    "an empty list": (classifier(lambda m: m.none, PARTS, none=nn.ModuleList()), {}),
+    "its name, if nothing else is known": (net(PARTS), {"conv_head": NAMED}),
     "of a part, beside another's": (
-        holding(backbone=answering("get_classifier", lambda m: m.out, **PARTS), head=linear(5, 4)),
+        holding(backbone=classifier(lambda m: m.out, PARTS), head=linear(5, 4)),
         {"backbone.out", "head"},
     ),
     # Sizes.
     **{
         f"config.{count}": (
-            configured(
-                {count: 7, "hidden_size": 8},
-                kind,
-                h=blocks(),
-                to=linear(8, 7),
-                other=linear(8, 6),
-                map=nn.Conv2d(8, 7, 1, bias=False),
-            ),
+            configured({count: 7, "hidden_size": 8}, "h:blocks to:8>7 other:8>6 map:8>7@1", kind),
             dict.fromkeys(("to", "map"), f"output head, config.{count} = 7"),
         )
         for count, kind in (("vocab_size", SimpleNamespace), ("num_labels", dict), ("num_classes", SimpleNamespace))
     },
     "another's config": (
-        holding(inner=configured({"num_labels": 7}, h=blocks()), to=linear(8, 7), end=linear(8, 8)),
+        holding(inner=configured({"num_labels": 7}, "h:blocks"), to=linear(8, 7), end=linear(8, 8)),
         {},
     ),
-    "no counts": (
-        configured({"num_labels": "7", "vocab_size": None}, h=blocks(), to=linear(8, 7), end=linear(8, 8)),
-        {},
-    ),
-    "True is no count": (configured({"num_labels": True}, h=blocks(), to_one=linear(8, 1)), {"to_one": LAST}),
+    "no counts": (configured({"num_labels": "7", "vocab_size": None}, "h:blocks to:8>7 end:8>8"), {}),
+    "True is no count": (configured({"num_labels": True}, "h:blocks to_one:8>1"), {"to_one": LAST}),
     "as many as words": (
         holding(words=nn.Embedding(31, 8), rnn=nn.LSTM(8, 12, bias=False), back=linear(12, 31), up=linear(8, 12)),
         {"words": "embedding (Embedding)", "back": "output head, 31 outputs as the largest embedding has rows"},
     ),
     # The last of several.
     "in a named module": (
-        holding(
-            h=blocks(),
-            classifier=holding(dense=linear(8, 8), out_proj=linear(8, 3)),
+        net(
+            "h:blocks classifier.dense:8>8 classifier.out_proj:8>3 decode_head.classifier:9>5 decode_head.fuse:8>9",
             bbox_predictor=BOX,
             heads=nn.ModuleDict({"a": mlp(8, 9, 2), "b": linear(8, 5)}),
-            decode_head=holding(classifier=linear(9, 5), fuse=linear(8, 9)),
         ),
         {"classifier.out_proj", "bbox_predictor.layers.2", "heads.a.2", "heads.b", "decode_head.classifier"},
     ),  # named itself, so that the last, fuse, is not
-    "before one elsewhere": (holding(h=blocks(), head=holding(dense=linear(8, 8)), decoder=linear(8, 31)), {"decoder"}),
+    "before one elsewhere": (net("h:blocks head.dense:8>8 decoder:8>31"), {"decoder"}),
     "a Sequential": (mlp(8, 9, 3), {"2": SEQUENTIAL}),
     "a wrapped Sequential": (nn.DataParallel(mlp(8, 9, 3)), {"module.2": SEQUENTIAL}),
     "Sequentials in one": (nn.Sequential(mlp(8, 9), nn.Flatten(), mlp(9, 7, 3)), {"2.2": SEQUENTIAL}),
     "its output is normalised": (nn.Sequential(linear(8, 9), nn.LayerNorm(9)), {}),
     "one layer alone is what there is to train": (nn.Sequential(linear(8, 9)), {}),
-    "nothing else is in the model": (holding(net=mlp(8, 9, 3)), {"net.2": SEQUENTIAL}),
-    "outputs go on": (holding(body=mlp(8, 9, 3), more=linear(3, 4)), {"more": LAST}),
+    "nothing else is in the model": (net("net:8>9>3"), {"net.2": SEQUENTIAL}),
+    "outputs go on": (net("body:8>9>3 more:3>4"), {"more": LAST}),
     "a classifier of features": (
         holding(
             features=nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)),
@@ -139,64 +126,50 @@ HEADS = {
         {f"out.{name}": reason for name, reason in SOFTMAX.items()},
     ),
     # Layers that end a model of which nothing else is known.
-    "numbered": (holding(fc1=linear(12, 9), fc2=linear(9, 5)), {"fc2": LAST}),
-    "after a flattened convolution": (holding(a=nn.Conv2d(3, 6, 3), to=linear(24, 5)), {"to"}),
+    "numbered": (net("fc1:12>9 fc2:9>5"), {"fc2": LAST}),
+    "after a flattened convolution": (net("a:3>6@3 to:24>5"), {"to"}),
     "after an LSTM": (holding(rnn=nn.LSTM(3, 6, bidirectional=True), readout=linear(12, 5)), {"readout"}),
     "after blocks and a norm": (holding(h=blocks(), norm=nn.LayerNorm(8), final=linear(8, 5)), {"final"}),
-    "actor and critic": (holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)), {"policy", "value"}),
+    "actor and critic": (net("body:5>8 policy:8>4 value:8>1"), {"policy", "value"}),
     "a list of layers": (holding(layers=nn.ModuleList([linear(9, 8), linear(8, 6), linear(6, 4)])), {"layers.2"}),
-    "hidden layers named as heads": (holding(fc=linear(12, 9), decoder=linear(9, 7), out=linear(7, 5)), {"out": LAST}),
+    "hidden layers named as heads": (net("fc:12>9 decoder:9>7 out:7>5"), {"out": LAST}),
     "a hidden layer in a head": (
-        holding(h=blocks(), head=holding(fc=linear(8, 6), proj=linear(6, 3)), more=nn.Conv2d(3, 6, 3)),
+        net("h:blocks head.fc:8>6 head.proj:6>3 more:3>6@3"),
         {"head.proj": "last layer of head, named as output head"},
     ),
-    "as many labels as a later map has channels": (
-        holding(a=linear(6, 8), fc=linear(8, 3), b=nn.Conv2d(3, 6, 3)),
-        {"fc"},
-    ),
-    "as many labels as channels": (holding(a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3), fc=linear(8, 8)), {"fc": NAMED}),
+    "as many labels as a later map has channels": (net("a:6>8 fc:8>3 b:3>6@3"), {"fc"}),
+    "as many labels as channels": (net("a:3>8@3 b:8>8@3 fc:8>8"), {"fc": NAMED}),
     "a net whose outputs another takes": (
-        holding(one=holding(up=linear(5, 8), fc=linear(8, 12)), two=holding(up=linear(12, 9), head=linear(9, 1))),
+        net("one.up:5>8 one.fc:8>12 two.up:12>9 two.head:9>1"),
         {"one.fc": NAMED, "two.head": NAMED},
     ),
-    "wrapped": (nn.DataParallel(holding(fc1=linear(12, 9), fc2=linear(9, 5))), {"module.fc2"}),
+    "wrapped": (nn.DataParallel(net("fc1:12>9 fc2:9>5")), {"module.fc2"}),
     # None of these is the output for certain.
-    "an autoencoder": (holding(fc1=linear(12, 5), fc2=linear(5, 12)), {}),
-    "a pooler": (holding(h=blocks(), pooler=linear(8, 8)), {}),
-    "one layer": (holding(own=linear(3, 5)), {}),
-    "one that takes what no other gives": (holding(it=linear(4, 8), own=linear(3, 5)), {}),
-    "attention": (holding(q=linear(8, 8), k=linear(8, 4), v=linear(8, 4), out=linear(8, 8)), {}),
+    "an autoencoder": (net("fc1:12>5 fc2:5>12"), {}),
+    "a pooler": (net("h:blocks pooler:8>8"), {}),
+    "one layer": (net("own:3>5"), {}),
+    "one that takes what no other gives": (net("it:4>8 own:3>5"), {}),
+    "attention": (net("q:8>8 k:8>4 v:8>4 out:8>8"), {}),
     "a recurrent decoder": (
         holding(words=nn.Embedding(9, 8), decoder=nn.GRUCell(8, 8), generator=linear(8, 7)),
         {"words": "embedding (Embedding)", "generator": LAST},
     ),
-    "an attention as decoder": (
-        holding(decoder=nn.MultiheadAttention(8, 2, bias=False), generator=linear(8, 7)),
-        {"generator": LAST},
-    ),
+    "an attention as decoder": (net("decoder:attention generator:8>7"), {"generator": LAST}),
     "heads of attention": (
-        holding(
-            words=nn.Embedding(9, 8),
-            sa_heads=holding(
-                heads=nn.ModuleList(holding(k=linear(8, 4), v=linear(8, 4)) for _ in "ab"), proj=linear(8, 8)
-            ),
-            cross_attn=holding(to_k=linear(8, 8), fc=linear(8, 8)),
-            lm_head=linear(8, 9),
+        net(
+            "words:words cross_attn.to_k:8>8 cross_attn.fc:8>8 lm_head:8>9",
+            sa_heads=net("proj:8>8", heads=nn.ModuleList(net("k:8>4 v:8>4") for _ in "ab")),
         ),
         {"words", "lm_head"},
     ),
     "heads named as attention is": (
-        holding(
-            h=blocks(), heads=nn.ModuleDict({"sa": linear(8, 3)}), attention=holding(up=linear(8, 8), fc=linear(8, 2))
-        ),
+        net("h:blocks attention.up:8>8 attention.fc:8>2", heads=nn.ModuleDict({"sa": linear(8, 3)})),
         {"heads.sa", "attention.fc"},
     ),
     "DETR's": (
-        holding(
-            h=blocks(),
-            class_embed=linear(8, 6),
+        net(
+            "h:blocks class_embed:8>6 enc_score_embed:8>5>3",
             bbox_embed=nn.ModuleList([copy.deepcopy(BOX), copy.deepcopy(BOX)]),
-            enc_score_embed=mlp(8, 5, 3),
         ),
         {"class_embed", "bbox_embed.0.layers.2", "bbox_embed.1.layers.2", "enc_score_embed.2"},
     ),
@@ -205,62 +178,43 @@ HEADS = {
         {"lm_head"},
     ),
     "no classifier yet, and positions": (
-        holding(
-            h=blocks(),
-            pre_classifier=linear(8, 8),
+        net(
+            "h:blocks pre_classifier:8>8 ref_point_head:16>9>8 reference_points_head:16>9>8 classifier:8>3",
             query_pos_head=holding(layers=nn.ModuleList([linear(4, 9), linear(9, 8)])),
-            ref_point_head=mlp(16, 9, 8),
-            reference_points_head=mlp(16, 9, 8),
-            classifier=linear(8, 3),
         ),
         {"classifier"},
     ),
     "a head that pools": (
-        holding(
-            vision=holding(
-                h=blocks(),
-                head=holding(attention=nn.MultiheadAttention(8, 2), mlp=holding(fc1=linear(8, 9), fc2=linear(9, 8))),
-            ),
-            other=holding(h=blocks(), head=holding(k_proj=linear(8, 8), o_proj=linear(8, 8))),
-            score=linear(8, 3),
+        net(
+            "vision.h:blocks vision.head.attention:attention vision.head.mlp.fc1:8>9 vision.head.mlp.fc2:9>8 "
+            "other.h:blocks other.head.k_proj:8>8 other.head.o_proj:8>8 score:8>3"
         ),
         {"score"},
     ),
     "a classifier that pools": (
-        holding(h=blocks(), classifier=holding(attn=nn.MultiheadAttention(8, 2), to_classes=linear(8, 5))),
+        net("h:blocks classifier.attn:attention classifier.to_classes:8>5"),
         {"classifier.to_classes"},
     ),
-    "inputs named as DETR's heads": (
-        holding(class_embed=linear(5, 8), mask_embed=mlp(8, 8, 8), h=blocks(), out=linear(8, 6)),
-        {"out"},
-    ),
+    "inputs named as DETR's heads": (net("class_embed:5>8 mask_embed:8>8>8 h:blocks out:8>6"), {"out"}),
     "a head of several blocks": (
-        holding(h=blocks(), predictor=holding(h=nn.ModuleList([holding(key=linear(8, 8))]), proj=linear(8, 7))),
+        holding(h=blocks(), predictor=holding(h=nn.ModuleList([net("key:8>8")]), proj=linear(8, 7))),
         {"predictor.proj"},
     ),
     "numbered attention": (
-        holding(
-            mid=holding(attn_1=holding(k=nn.Conv2d(8, 8, 1), proj_out=nn.Conv2d(8, 8, 1))), conv_out=nn.Conv2d(8, 3, 3)
-        ),
+        net("mid.attn_1.k:8>8@1 mid.attn_1.proj_out:8>8@1 conv_out:8>3@3"),
         {"conv_out"},
     ),
-    "behind a stem": (
-        holding(stem=holding(convs=nn.Conv2d(3, 8, 3), conv_out=linear(24, 8)), h=blocks(), fc=linear(8, 3)),
-        {"fc"},
-    ),
-    "a router": (holding(up=linear(8, 9), router=linear(8, 4)), {}),
-    "deeper in": (holding(up=linear(8, 9), inner=holding(fc2=linear(9, 5))), {}),
-    "not the last": (holding(up=linear(8, 9), side=linear(9, 5), back=linear(9, 8)), {}),
-    "where nothing else is left": (holding(one=linear(1, 5), two=linear(5, 7)), {"one"}),  # has one input
+    "behind a stem": (net("stem.convs:3>8@3 stem.conv_out:24>8 h:blocks fc:8>3"), {"fc"}),
+    "a router": (net("up:8>9 router:8>4"), {}),
+    "deeper in": (net("up:8>9 inner.fc2:9>5"), {}),
+    "not the last": (net("up:8>9 side:9>5 back:9>8"), {}),
+    "where nothing else is left": (net("one:1>5 two:5>7"), {"one"}),  # has one input
     # Where a head is known what comes last is none.
     "tied": (tied(), {"words"}),
-    "named": (holding(lm_head=linear(8, 31), **END), {"lm_head"}),
-    "said to be none": (answering("get_classifier", lambda m: m.none, none=nn.Identity(), **END), {}),
-    "a model that would tell": (answering("get_output_embeddings", lambda m: None, **END), {}),
-    "after one that tells": (
-        holding(backbone=answering("get_output_embeddings", lambda m: None, **END), out=linear(5, 3)),
-        {"out"},
-    ),
+    "named": (net(f"lm_head:8>31 {END}"), {"lm_head"}),
+    "said to be none": (classifier(lambda m: m.none, END, none=nn.Identity()), {}),
+    "a model that would tell": (embeddings(lambda m: None, END), {}),
+    "after one that tells": (holding(backbone=embeddings(lambda m: None, END), out=linear(5, 3)), {"out"}),
 }
 
 
@@ -281,7 +235,7 @@ TAKERS += [of_class("OwnConv1d", weight=torch.zeros(5, 7, 3))]
 @pytest.mark.parametrize("taken_by", TAKERS, ids=lambda module: type(module).__name__)
 def test_a_hidden_layer_that_is_as_wide_as_the_labels_is_no_head(taken_by):
     size = 14 if getattr(taken_by, "groups", 1) == 2 else 7
-    model = configured({"num_labels": size}, h=blocks(), pooler=linear(8, size), after=taken_by)
+    model = configured({"num_labels": size}, f"h:blocks pooler:8>{size}", after=taken_by)
     assert "pooler.weight" not in adamw(model)
     del model.after
     assert "pooler.weight" in adamw(model)
@@ -289,7 +243,7 @@ def test_a_hidden_layer_that_is_as_wide_as_the_labels_is_no_head(taken_by):
 
 def test_a_layer_of_a_repeated_block_is_no_head():
     for name, outputs in (("gate", 4), ("output", 8), ("proj_out", 8), ("fc", 8), ("decoder", 8)):
-        model = configured({"num_labels": 4}, h=blocks())
+        model = configured({"num_labels": 4}, "h:blocks")
         for block in model.h:
             setattr(block, name, linear(8, outputs))  # as one that routes to 4 experts
         assert adamw(model) == {}
@@ -348,11 +302,11 @@ NORMED = {
 @pytest.mark.parametrize("normed", NORMED.values(), ids=NORMED)
 def test_a_normed_layer_is_a_head_where_its_layer_would_be(normed):
     for model in (
-        answering("get_output_embeddings", lambda m: m.proj, body=linear(8, 9), proj=normed(linear(8, 50))),
+        embeddings(lambda m: m.proj, "body:8>9", proj=normed(linear(8, 50))),
         nn.Sequential(linear(8, 9), nn.ReLU(), normed(linear(9, 50))),
         holding(body=linear(8, 9), lm_head=normed(linear(9, 50))),
         holding(body=normed(linear(8, 9)), lm_head=linear(9, 50)),
-        configured({"num_labels": 50}, body=linear(8, 9), to_fifty=normed(linear(8, 50))),
+        configured({"num_labels": 50}, "body:8>9", to_fifty=normed(linear(8, 50))),
     ):
         assert [r.shape for r in param_groups(model, **RATES).routes if r.algorithm == "matrix"] == [(9, 8)]
 
@@ -377,16 +331,19 @@ ANSWERS = {  # of get_classifier(), with what in it is hidden
 
 @pytest.mark.parametrize("answer, hidden", ANSWERS.values(), ids=ANSWERS)
 def test_whatever_get_classifier_returns_is_a_head(answer, hidden):
-    model = answering("get_classifier", lambda m: m.out, body=linear(8, 8), out=answer())
+    model = classifier(lambda m: m.out, "body:8>8", out=answer())
     every = {name for name, p in model.named_parameters() if p.ndim > 1}
     assert every - adamw(model).keys() == {"body.weight", *(f"out.{name}" for name in hidden)}
+
+
+TOLD = 'if a layer gives the outputs, name it: adamw=["NAME.*"]'
 
 
 @pytest.mark.parametrize(
     "model, options, says",
     [
-        (holding(fc1=linear(12, 9), fc2=linear(9, 5)), {}, f"head: fc2.weight ({LAST})"),
-        (holding(h=blocks(), lm_head=linear(8, 31)), {}, "head: lm_head.weight (named as output head)"),
+        (net("fc1:12>9 fc2:9>5"), {}, f"head: fc2.weight ({LAST})"),
+        (net("h:blocks lm_head:8>31"), {}, "head: lm_head.weight (named as output head)"),
         (
             holding(h=blocks(), heads=nn.ModuleList(linear(8, 5) for _ in range(5))),
             {},
@@ -394,17 +351,9 @@ def test_whatever_get_classifier_returns_is_a_head(answer, hidden):
             + ", ".join(f"heads.{i}.weight (last layer of heads, named as output head)" for i in range(3))
             + ", and 2 more",
         ),
-        (
-            holding(fc1=linear(12, 5), fc2=linear(5, 12)),
-            {},
-            'head: none found; if a layer gives the outputs, name it: adamw=["NAME.*"]',
-        ),
-        (
-            holding(fc1=linear(12, 5), fc2=linear(5, 12)),
-            {"adamw": ["fc2.*"]},
-            'head: none found beside what adamw= names; if a layer gives the outputs, name it: adamw=["NAME.*"]',
-        ),
-        (holding(h=blocks(), head=linear(8, 31)), {"adamw": ["head.*"]}, "head: head.weight (adamw='head.*')"),
+        (net("fc1:12>5 fc2:5>12"), {}, f"head: none found; {TOLD}"),
+        (net("fc1:12>5 fc2:5>12"), {"adamw": ["fc2.*"]}, f"head: none found beside what adamw= names; {TOLD}"),
+        (net("h:blocks head:8>31"), {"adamw": ["head.*"]}, "head: head.weight (adamw='head.*')"),
         (tied(), {}, "head: words.weight (back.weight tied to embedding words.weight)"),
     ],
 )
