@@ -15,7 +15,7 @@ from bench.models import gpt2
 from bench.rows import frame, read
 from bench.study import __main__ as command
 from bench.study import figures, gpt124m, gpt124m_tables
-from bench.study.gpt124m import ADAMW, KL, MUON_9, OURS, SCALES, planned, searched, trials
+from bench.study.gpt124m import ADAMW, OURS, SCALES, planned, searched, trials
 from bench.training.compiled import Compiled
 from bench.training.shards import write_shard
 from tests.experiments import MICRO
@@ -25,53 +25,11 @@ SMALL = replace(MICRO, steps=12, evaluations=4)
 LARGER = replace(SMALL, name="gpt2-micro, larger", config=gpt2(2, 16, 2, context=16))
 
 
-# The order
-
-
-def trained(loss):
-    """All that is trained by a formula, in its order."""
-    known, order = {}, []
-    while missing := next((trial for trial in trials(known, FULL) if trial.key not in known), None):
-        order.append(missing)
-        known[missing.key] = loss(missing)
-    return order
-
-
-def rates(order, case):
-    return [trial.hyper.lr for trial in order if trial.case == case and trial.seed == 0 and trial.scale == FULL[0]]
-
-
-def test_every_run_is_trained_once_at_the_best_rates():
-    lowest = {ADAMW: 0.006, OURS: 0.045, MUON_9: 0.0675, KL: 0.01}
-    order = trained(lambda trial: abs(math.log(trial.hyper.lr / lowest.get(trial.case, 1e-9))))
-    assert len({trial.key for trial in order}) == len(order)
-    assert rates(order, ADAMW) == [0.004, 0.006, 0.009] and rates(order, OURS) == [0.03, 0.045, 0.0675]
-    assert rates(order, MUON_9) == [0.03, 0.045, 0.0675, 0.1012]
-    assert {trial.hyper.adamw_lr for trial in order if trial.case != ADAMW} == {0.006}
-    three = (OURS, MUON_9, KL)
-    assert [trial.case for trial in order if trial.seed] == [*three] * 2
-    decays = [(trial.base, trial.hyper.weight_decay) for trial in order if trial.hyper.weight_decay]
-    assert decays == [(case, decay) for decay in (0.1, 0.03) for case in three]
-    own = {trial.case.removeprefix(f"{OURS}, "): trial for trial in order if trial.base == OURS}
-    changed = ["rank 8", "beta2 0.98", "no bound", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
-    assert [*own][1:-2] == ["rank 2, alpha_kl 0.036", *changed, "bfloat16 state", "rank 256"]
-    assert rates(order, f"{OURS}, rank 2, alpha_kl 0.036") == [0.0675, 0.03]  # Muon's best, and two steps below
-    assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
-    longer = [(trial.case, trial.hyper.lr) for trial in order if trial.scale.steps == 3200]
-    assert longer == [(OURS, 0.045), (MUON_9, 0.0675), (KL, 0.01), (OURS, 0.03), (MUON_9, 0.045), (KL, 0.006667)]
-    assert [(trial.case, trial.scale.name) for trial in order[-3:]] == [(case, "gpt2-350m") for case in three]
-    assert [trial.hyper.qk_pieces for trial in order[-3:]] == [FULL[1].config.heads, 1, 1]
-    assert {trial.hyper.lr for trial in order if trial.base} == {0.03, *(lowest[case] for case in three)}
-
-
 def test_a_search_of_runs_that_all_diverge_ends():
     trial, known = trials({}, FULL).__next__(), {}
     while (found := searched(trial, known))[1] is None:
         known |= {its.key: math.inf for its in found[0]}
     assert len(known) == gpt124m.FURTHEST + 2
-
-
-# The command
 
 
 @pytest.fixture(scope="module")

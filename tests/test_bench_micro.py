@@ -14,7 +14,7 @@ pytest.importorskip("pytest_benchmark")
 from bench import gate  # noqa: E402
 from bench.micro import groups  # noqa: E402
 from bench.micro.case import FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
-from bench.micro.groups import KL, LIBRARY, OURS, PLAIN  # noqa: E402
+from bench.micro.groups import PLAIN  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.algorithm.algebra import Algebra  # noqa: E402
@@ -78,21 +78,6 @@ def test_half_precision_is_held_to_the_plain_form_in_it():
 
 def forms_of(g, device):
     return [(form.name, form.backend) for form in g.forms(device)]
-
-
-def test_each_form_has_the_plain_one_and_kl_shampoos_beside(monkeypatch):
-    found = groups.groups([TINY], CPU)
-    assert len(found) == 2 * len(PRIMITIVES)
-    for g in found:
-        kl = [(KL, "torch")] if g.case.counterpart else []
-        assert forms_of(g, CPU) == [(PLAIN, ""), (OURS, "torch"), *kl]
-    monkeypatch.setattr(groups, "backends", lambda device: ["torch", "triton"])
-    found = {g.case.name: forms_of(g, CUDA) for g in groups.groups([TINY], CUDA)}
-    assert set(found) == {case.name for case in EVERY if case.timed}
-    assert found["refresh"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
-    assert found["split two"] == found["product Q^T G of pairs"] == [(PLAIN, ""), (OURS, "triton")]
-    assert found["product V of a pair"] == [(PLAIN, ""), (OURS, "triton"), (LIBRARY, "torch")]
-    assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
 def test_a_bucket_of_two_sets_is_measured_once():

@@ -9,12 +9,12 @@ import torch
 from bench import rows
 from bench.rivals import BatchedMuon, Float32Muon
 from bench.rows import frame
-from bench.shapes import SETS, ParameterSet, Problem
+from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
 from bench.timing.agreement import complaint
-from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS, PERIOD, kl, model_entries, muon, pro
-from bench.timing.runs import TimedRun, failure
+from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS, PERIOD, model_entries, muon, pro
+from bench.timing.runs import failure
 from prokl import ProKLShampoo
 from tests.commands import ROOT, read, run_python
 
@@ -184,18 +184,6 @@ def test_a_step_that_cannot_be_timed_has_a_reason(tiny, monkeypatch, capsys):
     assert timing.main(["steps", "--sets", "tiny"]) == 1
     assert "tiny muon step: too slow: a step took " in capsys.readouterr().out
     assert failure(others[0], ValueError("x" * 300)) == "wrong: ValueError: ..."
-
-
-@pytest.mark.parametrize("entry", [pro("torch", 2, torch.float32), kl("reference")], ids=lambda e: e.optimizer)
-def test_a_period_ends_with_its_refresh(entry):
-    problem = Problem(TINY, CPU)
-    start, gradients = [W.clone() for W in problem.start], [G.clone() for G in problem.gradients[0]]
-    run = TimedRun(entry, problem)
-    run.warm_up(60)
-    assert len(run.steps(PERIOD)) == PERIOD and run.took > 0
-    assert all(run.optimizer.state[W]["step"] % PERIOD == 0 for W in run.weights)
-    assert all(not torch.equal(W, s) and W.isfinite().all() for W, s in zip(run.weights, start, strict=True))
-    assert all(map(torch.equal, problem.start, start)) and all(map(torch.equal, problem.gradients[0], gradients))
 
 
 @pytest.mark.slow
