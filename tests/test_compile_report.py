@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("setuptools")
+
 from bench.compile_report import __main__ as compile_report  # noqa: E402
 from bench.compile_report import csrc, pack, trace, triton_kernels  # noqa: E402
 from bench.compile_report.launches import Launch, Pointer, called  # noqa: E402
@@ -22,9 +24,6 @@ from prokl.algorithm.settings import PRECISIONS  # noqa: E402
 from prokl.kernels import launch as launch_module  # noqa: E402
 from prokl.kernels.launch import Tile  # noqa: E402
 from tests.commands import ROOT, run_python  # noqa: E402
-
-pytest.importorskip("setuptools")
-
 
 NAMES = {
     name

@@ -406,6 +406,7 @@ def test_what_acts_element_by_element_goes_to_adamw_undecayed(name):
     (group,) = (g for g in groups if g["algorithm"] == "adamw")
     assert [n for n, _ in group["params"]] == [name] and group["weight_decay"] == 0.0
     assert told(groups)[name].reason == f"acts element by element by its name, {name} of Module"
+    assert destination(linear(8, 4), name) == ("matrix", "linear layer")  # a layer of that name does not
 
 
 @pytest.mark.parametrize("name", ["W_u", "time_maa_w1", "time_decay_w2", "catalog", "mixed", "B", "weights_real"])
@@ -413,11 +414,6 @@ def test_a_modules_own_parameters_are_matrices_by_a_guess(name):
     assert destination(torch.ones(8, 4), name) == ("matrix", f"2-D, {name} of Module{GUESS}")
     known = holding(attn=nn.MultiheadAttention(8, 2, kdim=4), up=of_class("Linear1bit", weight=torch.ones(8, 8)))
     assert "taken for" not in str(param_groups(known, **RATES))
-
-
-def test_layers_called_scale_or_decay_are_layers():
-    for name in ("scale", "decay", "log_A"):
-        assert destination(linear(8, 4), name) == ("matrix", "linear layer")
 
 
 def marked(shape, **own):

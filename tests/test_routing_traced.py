@@ -1,7 +1,5 @@
 """Layers that have lost their classes, as they were exported, traced or scripted, are refused, and no others."""
 
-import warnings
-
 import pytest
 import torch
 from torch import fx, nn
@@ -88,12 +86,3 @@ def test_what_needs_no_class_is_routed_in_a_traced_model():
         routes = {route.names[0]: route for route in param_groups(model, **RATES).routes}
         assert [r.algorithm for name, r in routes.items() if "inner" in name or model is box][0] == "matrix"
         assert all(route.frozen for name, route in routes.items() if "frozen" in name)
-
-
-def test_a_plain_module_with_a_weight_is_no_exported_one():
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(8, 8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (route,) = param_groups(model, **RATES).routes
-    assert route.reason == "2-D, weight of Module"
