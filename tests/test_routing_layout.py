@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, Conv1D, holding, linear, of_class
+from tests.routing import HINT, RATES, Conv1D, holding, linear, of_class
 from tests.routing import routes as every_route
 from tests.training import silent
 
@@ -146,6 +146,9 @@ def test_reasons_say_how_a_weight_is_read():
     assert {r.reason for r in routes(model, split_fused=False).values()} == {"linear layer"}
     assert routes(Conv1D(20, 8))["weight"].reason == "2-D, weight of Conv1D; stored (in, out)"
     assert routes(holding(c_attn=Conv1D(20, 8)))["c_attn.weight"].reason.endswith("consecutive pieces)")
+    stacks = holding(known=experts(is_transposed=False), own=experts())  # whose layout is open, but where it is told
+    found = routes(stacks, transposed=["*.own.gate_up_proj"])
+    assert [name for name, r in found.items() if r.reason.endswith(HINT)] == ["own.down_proj"]
 
 
 def test_pieces_that_would_be_single_numbers_stay_together():
