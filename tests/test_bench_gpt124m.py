@@ -15,7 +15,7 @@ from bench.models import gpt2
 from bench.rows import frame, read
 from bench.study import __main__ as command
 from bench.study import figures, gpt124m, gpt124m_tables
-from bench.study.gpt124m import ADAMW, OURS, SCALES, planned, searched, trials
+from bench.study.gpt124m import ADAMW, KL, MUON_9, OURS, SCALES, planned, searched, trials
 from bench.training.compiled import Compiled
 from bench.training.shards import write_shard
 from tests.experiments import MICRO
@@ -23,6 +23,14 @@ from tests.experiments import MICRO
 FULL = SCALES["full"]
 SMALL = replace(MICRO, steps=12, evaluations=4)
 LARGER = replace(SMALL, name="gpt2-micro, larger", config=gpt2(2, 16, 2, context=16))
+
+
+def test_adamw_is_tuned_first_and_every_run_is_made_once():
+    order = planned({}, FULL)
+    assert [trial.case for trial in order[:4]] == [ADAMW, ADAMW, OURS, MUON_9]
+    assert len({trial.key for trial in order}) == len(order)
+    assert [trial.case for trial in order if trial.seed] == [OURS, MUON_9, KL] * 2
+    assert [trial.case for trial in order[-3:] if trial.scale == FULL[1]] == [OURS, MUON_9, KL]
 
 
 def test_a_search_of_runs_that_all_diverge_ends():
