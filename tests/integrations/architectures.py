@@ -4,18 +4,14 @@ No hidden size is a vocabulary's (97) or a number of labels (3, of images 5), bu
 As a command, ``python -m tests.integrations.architectures``, this writes the table anew; read every line that changed.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import diffusers
 import peft
 import transformers
-from torch import nn
 
 import prokl
 
@@ -44,10 +40,10 @@ UNET = {
 }
 
 
-def hf(model: str, config: str | None = None, **options: object) -> Callable[[], nn.Module]:
+def hf(model, config=None, **options):
     """Return a builder of transformers' ``model`` from ``config``, or from the one that the model's class names."""
 
-    def build() -> nn.Module:
+    def build():
         cls = getattr(transformers, model)
         made = getattr(transformers, config) if config else cls.config_class
         return cls(made(**options))
@@ -55,12 +51,12 @@ def hf(model: str, config: str | None = None, **options: object) -> Callable[[],
     return build
 
 
-def lora(base: Callable[[], nn.Module], **options: object) -> Callable[[], nn.Module]:
+def lora(base, **options):
     """Return a builder of ``base`` with peft's low-rank adapters."""
     return lambda: peft.get_peft_model(base(), peft.LoraConfig(r=4, **options))
 
 
-def diffuser(model: str, **options: object) -> Callable[[], nn.Module]:
+def diffuser(model, **options):
     """Return a builder of diffusers' ``model``."""
     return lambda: getattr(diffusers, model)(**options)
 
@@ -68,7 +64,7 @@ def diffuser(model: str, **options: object) -> Callable[[], nn.Module]:
 GPT2_LM = hf("GPT2LMHeadModel", **GPT2)
 LLAMA_LABELS = hf("LlamaForSequenceClassification", **DECODER)
 
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+ARCHITECTURES = {
     # decoders
     "gpt2": GPT2_LM,
     "gpt2-double-heads": hf("GPT2DoubleHeadsModel", **GPT2),
@@ -295,45 +291,43 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 # timm's, which needs torchvision: the model's name and its options.
-TIMM: dict[str, tuple[str, dict[str, object]]] = {
+TIMM = {
     "timm-deit-distilled": ("deit_tiny_distilled_patch16_224", {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "timm-convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
     "timm-mobilenet-v3": ("mobilenetv3_small_050", {}),  # its conv_head is no head
 }
 
 
-def build_timm(timm: object, name: str) -> nn.Module:
+def build_timm(timm, name):
     """Build a model of :data:`TIMM` with 5 labels where nothing else is said."""
     model, options = TIMM[name]
     return timm.create_model(model, **({"num_classes": 5} | options))
 
 
-def lines(name: str, model: nn.Module) -> list[tuple[str, ...]]:
+def lines(name, model):
     """Return the table's lines of one architecture: a line per weight, and one for all copies of it that are alike.
 
     Left out is what is frozen, and what has less than two dimensions, which goes to AdamW.
     """
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    found = {}
     for route in prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, split_fused=True).routes:
         if len(route.shape) < 2:
             assert route.algorithm != "matrix", route
         elif not route.frozen:
             reason = re.sub(r", flattened to \d+x\d+", ", flattened", route.reason)
-            line = (route.names[0], route.algorithm, reason)
-            found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", route.names[0]), []).append(line)
-    return [(name, *line) for pattern, copies in found.items() for line in _merged(pattern, copies)]
+            copies = found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", route.names[0]), {})
+            copies[route.names[0]] = route.algorithm, reason
+    alike = {pattern: len({*copies.values()}) == 1 for pattern, copies in found.items()}
+    return [
+        (name, pattern if alike[pattern] else weight, *told)
+        for pattern, copies in found.items()
+        for weight, told in [*copies.items()][: 1 if alike[pattern] else None]
+    ]
 
 
-def _merged(pattern: str, copies: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    copies = list(copies)
-    if len({line[1:] for line in copies}) > 1:
-        return iter(copies)
-    return iter([(pattern, *copies[0][1:])])
-
-
-def recorded() -> dict[str, list[tuple[str, ...]]]:
+def recorded():
     """Return the table's lines by architecture."""
-    found: dict[str, list[tuple[str, ...]]] = {}
+    found = {}
     with TABLE.open(encoding="utf-8", newline="") as file:
         for line in csv.reader(file):
             found.setdefault(line[0], []).append(tuple(line))
@@ -341,7 +335,7 @@ def recorded() -> dict[str, list[tuple[str, ...]]]:
     return found
 
 
-def main() -> None:
+def main():
     """Write the table; architectures of timm, where it cannot be imported, keep their lines."""
     now = {name: lines(name, build()) for name, build in ARCHITECTURES.items()}
     try:
