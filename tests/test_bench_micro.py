@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("pytest_benchmark")
 
-from bench import gate  # noqa: E402
+from bench import gate, rows  # noqa: E402
 from bench.micro import groups  # noqa: E402
-from bench.micro.case import FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
-from bench.micro.groups import PLAIN  # noqa: E402
+from bench.micro.case import FP32_POLAR, FP64, Sizes, complaint, expect, flat, numbers  # noqa: E402
+from bench.micro.groups import LIBRARY, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.algorithm.algebra import Algebra  # noqa: E402
@@ -84,6 +85,58 @@ def test_a_bucket_of_two_sets_is_measured_once():
     found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
+
+
+@pytest.mark.parametrize("case", [case for case in KERNELS if case.library], ids=lambda case: case.name)
+def test_the_librarys_product_of_deep_factors_is_that_of_pairs(case, monkeypatch):
+    """A CPU has no product of bfloat16 with a sum in float32: it is taken of the same numbers in float32."""
+
+    def wide(product):
+        def of(*tensors, out_dtype=None, **given):
+            return product(*(t.to(out_dtype or t.dtype) for t in tensors), **given)
+
+        return of
+
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, wide(getattr(torch, name)))
+    d = case.timed[0]
+    fresh = inputs(case, d)
+    expected = expect(case, fresh)
+    (form,) = (form for form in groups.Group(case, SIZES, d, ()).forms(CPU) if form.name == LIBRARY)
+    assert complaint(form.called, form.primitives(CPU), fresh, expected) == ""
+    off = replace(case, library=lambda i: lambda: 1.0001 * case.library(i)())
+    assert complaint(replace(form, case=off).called, ON_CPU, fresh, expected).startswith("error ")
+
+
+@pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)
+def test_a_balanced_kernel_has_a_float32_form_timed_beside(case):
+    ran = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            ran.extend(t for t in (found if isinstance(found, tuple) else [found]) if isinstance(t, torch.Tensor))
+            return found
+
+    run = case.formula(case.inputs(SIZES, FP32_POLAR, numbers(CPU)))
+    with Noting():
+        run()
+    assert {t.dtype for t in ran if t.is_floating_point() and t.ndim == 3} <= {torch.float32}
+
+
+def test_rows_are_written_one_by_one_with_ratios(monkeypatch, tmp_path):
+    here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
+    monkeypatch.setattr(groups.rows, "environment", lambda device: here)
+    out = tmp_path / "rows.csv"
+    plain = {"case": "g", "optimizer": PLAIN, "backend": "", "unit": "ms", "median": 2.0, "note": ""}
+    Results(CPU, 0.001, out).add(plain)
+    again, ours = Results(CPU, 0.001, out), plain | {"optimizer": OURS, "median": 1.0}
+    assert again.has(plain) and not again.has(ours)
+    again.add(ours)
+    again.add(plain | {"median": 4.0})
+    again.add(ours | {"backend": "triton"})
+    found = [(r["optimizer"], r["backend"], r["ratio"]) for r in read(out)]
+    assert found == [(PLAIN, "", "1"), (OURS, "", "0.5"), (OURS, "triton", "0.25")]
 
 
 def pytest_bench(*arguments):
