@@ -22,7 +22,7 @@ from bench.study import __main__ as command
 from bench.study import comparisons, lengths, runs, tables
 from bench.study.scales import PAPER, TINY
 from bench.training import loop
-from bench.training.run import Run
+from bench.training.run import Record, Run
 from bench.training.shards import write_shard
 from bench.training.sources import open_source
 from bench.workers import GOES_ON, one_run_each
@@ -124,6 +124,14 @@ def test_a_run_on_a_gpu_knows_its_peak_of_memory(tmp_path, text):
 
 
 # From runs to rows and tables
+
+
+def test_figures_leave_out_an_optimizers_first_step():
+    record = Record([5.0, 3.0, 2.0], [9.0, 1.0, 2.0], [8.0, 3.0, 5.0], [(0, 9.0), (3, 2.0)], state_bytes=5_000_000)
+    own = {"validation_loss": 2.0, "model_ms": 4000.0, "optimizer_ms": 4000.0, "state_mb": 5.0, "diverged_at": None}
+    assert runs.figures(record) == own
+    along = [{"step": 0, "validation_loss": 9.0, "seconds": 0}, {"step": 3, "validation_loss": 2.0, "seconds": 28.0}]
+    assert runs.curve(record) == along
 
 
 def test_a_table_has_means_errors_and_dashes():

@@ -99,6 +99,21 @@ def row(model, value, **others):
     return {"model": model, "metric": "step", "median": value, **others}
 
 
+def test_rows_measured_anew_replace_those_of_the_same_key(tmp_path):
+    path = tmp_path / "new" / "rows.csv"
+    rows.upsert(path, [row("a", 1.0), row("b", 3.0), row("a", 2.0)], ("model",))
+    rows.upsert(path, [row("c", 6.0), row("a", 4.0, note="x"), row("a", 5.0), row("a", 7.0)], ("model",))
+    found = [(r["model"], r["median"], r["note"]) for r in rows.read(path)]
+    assert found == [("a", "4", "x"), ("a", "5", ""), ("a", "7", ""), ("b", "3", ""), ("c", "6", "")]
+    assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
+
+
+def test_columns_of_an_older_file_stay(tmp_path):
+    (tmp_path / "a.csv").write_text("colour,model\nred,a\n")
+    rows.upsert(tmp_path / "a.csv", [row("b", 1.0)], ("model",))
+    assert (tmp_path / "a.csv").read_text() == "model,metric,median,colour\na,,,red\nb,step,1,\n"
+
+
 def test_a_frame_has_numbers_text_and_what_is_missing_of_each(tmp_path):
     path = tmp_path / "rows.csv"
     rows.write(path, [{"model": "a", "value": 0.1, "rank": 8, "lr": 0.5}, {"value": "auto", "note": "0"}])
