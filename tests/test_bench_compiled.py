@@ -3,9 +3,12 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import clock
 from bench.training import compiled, run
@@ -14,6 +17,7 @@ from bench.training.run import Run
 from bench.training.schedules import linear
 from bench.training.sources import open_source
 from tests.experiments import HYPERS, MICRO, text_in
+from tests.inputs import HOST_READS
 
 CPU = torch.device("cpu")
 SCALE = replace(MICRO, steps=20, evaluations=4)
@@ -59,6 +63,40 @@ def test_a_run_leaves_nothing_for_the_next_one(model):
     assert half.losses != whole.losses
 
 
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of the device but for what optimizers read, which other tests count."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.stepping = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in HOST_READS and not self.stepping
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("key", HYPERS)
+def test_the_host_reads_at_validations_alone(key, model, monkeypatch):
+    batch = model.source.training_batch(0, 0, 4, 16)  # which reads numbers of windows, on the host
+    monkeypatch.setattr(model, "source", SimpleNamespace(vocabulary=256, training_batch=lambda *of: batch))
+    counts = []
+    for steps in (20, 40):  # of five validations each
+        reads = Reads()
+        hooks = [
+            register(lambda *of, reads=reads, begins=begins: setattr(reads, "stepping", begins))
+            for register, begins in (
+                (register_optimizer_step_pre_hook, True),
+                (register_optimizer_step_post_hook, False),
+            )
+        ]
+        with reads:
+            list(model.run(HYPERS[key], 0, steps))
+        for hook in hooks:
+            hook.remove()
+        counts.append(reads.count)
+    assert counts[0] == counts[1] > 0
+
+
 def test_a_diverging_run_ends_at_a_validation_with_its_step(model, monkeypatch):
     original, passed = Compiled._pass, []
 
@@ -100,6 +138,41 @@ def test_the_compiled_model_is_the_same_model(source, model):
 
 
 # Times
+
+
+class Event:
+    """torch.cuda.Event: says nothing before the device was waited for."""
+
+    now, waited = 0.0, 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 1.0
+        self.at = Event.now
+
+    def elapsed_time(self, end):
+        assert max(self.at, end.at) <= Event.waited
+        return 1e3 * (end.at - self.at)
+
+
+def test_on_a_gpu_times_are_events_and_batches_are_pinned(source, monkeypatch):
+    """A stand-in for the device has events that count themselves."""
+    gpu, pinned, calls = SimpleNamespace(type="cuda"), [], []
+    own, to = Compiled(SCALE, source, CPU, eager=True), torch.Tensor.to
+    monkeypatch.setattr(own, "device", gpu)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *to_what, **how: t if gpu in to_what else to(t, *to_what, **how))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(Event, "waited", Event.now))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    record = last(own, HYPERS["pro"])
+    assert record.model_seconds == record.optimizer_seconds == [1.0] * 20 and len(pinned) == 2 * 20
+    assert record.seconds(20) == 40.0 and record.peak_bytes == 123
+    assert calls == ["empty_cache", "reset_peak_memory_stats"]
 
 
 @pytest.mark.gpu

@@ -12,9 +12,11 @@ from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import ParameterSet
 from bench.timing import agreement
+from prokl.backends import triton_ops
 from prokl.backends.select import select
 from prokl.engine.graphs import Graphs, Recorded
 from prokl.kernels import launch
+from prokl.pair import Pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Sizes(B=2, m=8, n=12, r=4)
@@ -69,6 +71,25 @@ def test_graphs_that_go_elsewhere_are_noticed(monkeypatch):
     monkeypatch.setattr(first, "STEPS", 1)  # which moves nothing
     with pytest.raises(ArithmeticError, match="nan of the way from the steps without, may be 0.00098"):
         first.graphs(SMALL, "faithful", DEVICE)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["residual of pairs", "product of pairs"])
+def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
+    """The bound on what a kernel stores or takes as a pair is that of a pair, not that of bfloat16."""
+    case = next(own for own in KERNELS if own.name == case)
+    for name in ("product", "product_with_energies"):
+        kernel = getattr(triton_ops, name)
+        monkeypatch.setattr(triton_ops, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
+    with pytest.raises(ArithmeticError, match="error .*e-03 in float32, may be .*e-0[56]"):
+        first.kernel(case, SMALL, DEVICE)
+
+
+def one_half(x):
+    """Without lo, of what is a pair or has one."""
+    if isinstance(x, tuple) and not isinstance(x, Pair):
+        return (*map(one_half, x),)
+    return Pair(torch.stack((x.hi, torch.zeros_like(x.hi)))) if isinstance(x, Pair) else x
 
 
 def test_steps_that_missed_their_graphs_are_noticed():

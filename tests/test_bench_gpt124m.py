@@ -125,6 +125,14 @@ def test_rows_of_other_data_or_another_vocabulary_are_not_these(small, shard, tm
     assert len(read(tmp_path / gpt124m.FILE)) == 15
 
 
+def test_minutes_count_the_opening_of_the_data_too(small, shard, tmp_path, monkeypatch, capsys):
+    original, now = gpt124m.opened, [0.0]
+    monkeypatch.setattr(gpt124m, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpt124m, "opened", lambda o: now.append(now.pop() + 59.9999) or original(o))
+    assert run(shard, tmp_path, "--minutes", 1) == 0
+    assert "0 runs in 60 s" in capsys.readouterr().out
+
+
 def test_no_run_is_begun_that_would_not_end(small, shard, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpt124m.Runner, "expected", lambda runner, trial: 50.0)
     monkeypatch.setattr(gpt124m.Runner, "left", lambda runner: 49.0 if runner.made else 51.0)
@@ -136,6 +144,22 @@ def test_no_run_is_begun_that_would_not_end(small, shard, tmp_path, monkeypatch,
     monkeypatch.setattr(gpt124m.Runner, "left", lambda runner: asked.append(1) or (51.0 if len(asked) == 1 else 0.0))
     assert run(shard, tmp_path) == 0
     assert len(read(tmp_path / gpt124m.FILE)) == 1 and "Given up, it would take" in capsys.readouterr().out
+
+
+def test_time_is_expected_by_the_last_run_of_the_optimizer_here(shard, tmp_path):
+    o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
+    runner = gpt124m.Runner(o)
+    model = runner.prepared(SMALL)
+    first, *_ = trials({}, (SMALL, LARGER))
+    pro = replace(first, case=OURS, hyper=replace(gpt124m.FORMS[OURS], adamw_lr=1e-3))
+    assert runner.expected(pro) == pytest.approx(gpt124m.ROOM * model.pass_seconds * 12)
+    runner.train(model, first)
+    speed = float(read(runner.path)[0]["tokens_per_second"])
+    seconds = 12 * 4 * 16 / speed
+    assert runner.expected(pro) == runner.expected(first) == pytest.approx(1.1 * seconds)
+    runner.train(model, pro)
+    own = float(read(runner.path)[1]["tokens_per_second"])
+    assert runner.expected(pro) == pytest.approx(1.1 * 12 * 4 * 16 / own) and own != speed
 
 
 def test_an_optimizer_that_fails_leaves_the_others_their_runs(small, shard, tmp_path, monkeypatch, capsys):
