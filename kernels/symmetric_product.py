@@ -155,7 +155,7 @@ def symmetric_product(
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
     float32, a pair by its halves; all else is in the dtype of the sum. Half of the products are computed, and half of
-    C is read.
+    C counts.
 
     Args:
         A: factors (batch,m,k).

@@ -44,12 +44,11 @@ def lower_place(i, M, TILE: tl.constexpr):
 
 @triton.jit
 def _load_lower(ptr, stride_m, stride_n, o_m, o_n, mask, diagonal):
-    """Return a tile of a symmetric matrix, of which the lower half alone is read."""
-    if diagonal:
-        row = tl.maximum(o_m[:, None], o_n[None, :])
-        x = tl.load(ptr + row * stride_m + tl.minimum(o_m[:, None], o_n[None, :]) * stride_n, mask, 0.0)
-    else:
-        x = tl.load(ptr + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask, 0.0)
+    """Return a tile of a symmetric matrix, of which the lower half alone counts."""
+    x = tl.load(ptr + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask, 0.0)
+    if diagonal:  # both halves by rows: neighbours in the lower one's mirror image lie a row apart
+        mirrored = tl.load(ptr + o_n[:, None] * stride_m + o_m[None, :] * stride_n, tl.trans(mask), 0.0)
+        x = tl.where(o_m[:, None] >= o_n[None, :], x, tl.trans(mirrored))
     return x
 
 

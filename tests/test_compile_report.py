@@ -215,6 +215,28 @@ def test_a_weight_of_one_row_compiles_and_its_lanes_agree():
     assert set(contracted.split()) == {"admit", "product"}
 
 
+LOADS = """
+import re
+
+from bench.compile_report.launches import called
+from bench.compile_report.triton_kernels import SIZES, build
+from bench.micro.kernels import KERNELS
+
+for case in KERNELS:
+    if case.name in ("polynomial", "symmetric L in bfloat16"):
+        launch = called(case, SIZES, (case.timed or case.dtypes)[0])[0]
+        print(launch.kernel, len(re.findall(r"ld\\.global\\.b\\d+ ", build(launch, 90).asm["ptx"])))
+"""
+
+
+@pytest.mark.slow
+def test_symmetric_addends_are_read_by_16_bytes():
+    """What is mirrored on the diagonal, too; beside them one scale is read."""
+    done = run_python("-c", LOADS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["symmetric_product 0", "two_products 1"]
+
+
 # Parts that travel
 
 
