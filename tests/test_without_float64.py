@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prokl import ProKLShampoo
-from prokl.algorithm import shapes
+from prokl.algorithm import evidence, shapes
 from prokl.backends import select
 from prokl.engine.bucket import Bucket
-from tests.inputs import METHODS
+from tests.inputs import METHODS, normal
 from tests.problems import gradient_stream, relative, state_tensors
 
 every_method = pytest.mark.parametrize("cls, settings", METHODS.values(), ids=METHODS)
@@ -122,3 +122,16 @@ def test_the_reference_is_refused(refuses, monkeypatch):
     ask(refuses, monkeypatch)
     with refuses, pytest.raises(ValueError, match="backend='reference': it needs float64, which cpu has not"):
         select.select("reference", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e17])  # whitened, its square is beyond float32
+@pytest.mark.parametrize("beside", [0.1, 10.0])  # the subspace decides, then what lies beside it
+def test_a_gradient_is_measured_as_in_float64(size, beside):
+    B, m, n, r = 3, 5, 11, 2
+    a = evidence.Roots(*(100 * (normal(*shape).abs() + 0.5) for shape in ((B, m), (B, r), (B,))))
+    A, e_res = size * normal(B, m, r), (size * beside * normal(B, m, seed=1)).square()
+    exact = evidence.measured(A.double(), e_res.double(), evidence.Roots(*(s.double() for s in a)), n)
+    *sums, unit, sizes = evidence.measured(A, e_res, a, n)
+    squares = [value * (unit * unit.double())[:, None] for value in sums]
+    for wide, own in zip((*exact[:3], *exact[-1]), (*squares, *sizes), strict=True):
+        torch.testing.assert_close(own.double(), wide, rtol=1e-5, atol=0)
