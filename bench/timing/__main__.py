@@ -1,7 +1,8 @@
 """Time whole steps: ``python -m bench.timing steps --out bench/results/step-cpu.csv``.
 
-``steps`` times whole steps beside Muon's, AdamW's and other packages', and ``kernels`` what they launch. Primitives and
-kernels by themselves are ``pytest bench``. What --out has of this commit and machine is not measured again.
+``steps`` times whole steps beside Muon's, AdamW's and other packages', ``kernels`` what they launch, and ``tiles`` some
+kernels with other tiles. Primitives and kernels by themselves are ``pytest bench``. What --out has of this commit and
+machine is not measured again.
 """
 
 import argparse
@@ -16,13 +17,13 @@ from bench.command import Parser, UsageError
 from bench.shapes import PAPER, SETS, SMALL
 from bench.timing import kernels, steps
 
-PARTS = ("steps", "kernels")
+PARTS = ("steps", "kernels", "tiles")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(prog="python -m bench.timing", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=PARTS, help="whole steps beside others', or what they launch")
+    parser.add_argument("part", choices=PARTS, help="whole steps beside others', what they launch, or other tiles")
     parser.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same ones'")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=f"of {', '.join(SETS)}")
@@ -30,6 +31,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     a = parser.parse_args(argv)
     if a.device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
+    if a.part == "tiles" and a.device.type != "cuda":
+        raise UsageError("tiles are those of kernels, which run on CUDA devices: give --device cuda")
     command.positive(seconds=a.seconds)
     if a.out:
         command.make_file(a.out)
@@ -43,14 +46,21 @@ def main(argv: Sequence[str]) -> int:
     here = rows.environment(a.device)
     try:
         torch.set_float32_matmul_precision("highest")
-        usual = kernels.MAIN if a.part == "kernels" else PAPER
+        usual = {"steps": PAPER, "kernels": kernels.MAIN, "tiles": kernels.MAIN[:1]}[a.part]
         for name in a.sets or (usual if a.device.type == "cuda" else SMALL):
             if a.out and rows.measured(a.out, {"model": name}, here):
                 print(f"{name}: in {a.out} already", flush=True)
                 continue
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             own = SETS[name]
-            found = kernels.measure(own, a.device) if a.part == "kernels" else steps.measure(own, a.device, a.seconds)
+            if a.part == "tiles":
+                from bench.timing import tiles  # which needs Triton
+
+                found = list(tiles.measure(own, a.device, a.seconds))
+            else:
+                found = (
+                    kernels.measure(own, a.device) if a.part == "kernels" else steps.measure(own, a.device, a.seconds)
+                )
             print("\n".join(map(rows.describe, found)), flush=True)
             wrong |= any(row.get("note", "").startswith("wrong") for row in found)
             if a.out:
