@@ -303,6 +303,17 @@ def test_a_wrong_checkpoint_is_refused_and_changes_nothing(cls, change, says):
     assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, rf"\b({says})")
 
 
+@pytest.mark.parametrize("cls", [PRO, KL])
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
+def test_settings_of_another_optimizer_are_refused_without_its_state(other, cls):
+    p = weight(4, 6)
+    optimizer = cls([{"params": [p]}])
+    theirs = other([p], lr=0.5).state_dict()
+    with refused(optimizer, r"Group 0 .* is another optimizer's: it has (betas|nesterov)"):
+        optimizer.load_state_dict(theirs)
+    assert optimizer.param_groups[0]["lr"] != 0.5
+
+
 POSITIVE = ("lambda_0", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
 COUNTS = {"step", "skipped", "clipped"}
 VALUES = [(cls, key) for cls in KEYS for key in sorted(fine_and_odd(cls).state_dict()["state"][1].keys() - COUNTS)]

@@ -80,8 +80,8 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: a group is of another algorithm, a weight's name is another weight's there, or a state is of a
-            version before 0.6. Other numbers of groups or weights are left to torch.
+        ValueError: a group is of another algorithm or optimizer, a weight's name is another weight's there, or a state
+            is of a version before 0.6. Other numbers of groups or weights are left to torch.
     """
     saved = [*state_dict["param_groups"]]
     saved[: len(here)] = map(_by_name, saved, here)
@@ -96,6 +96,12 @@ def prepare(
                 "optimizer with the groups that the state dict was saved with."
             )
         if algorithm == "matrix":
+            foreign = sorted({"betas", "nesterov"} & loaded.keys()) if "algorithm" not in loaded else ()
+            if foreign:  # without state nothing else would tell, and its lr and momentum would be taken
+                raise ValueError(
+                    f"Group {i} of the loaded state dict is another optimizer's: it has {foreign[0]} and no algorithm. "
+                    "To go on from a run of it, load the model alone."
+                )
             names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
             matrix.update(zip(loaded["params"], names, strict=False))
             group = {**defaults, "algorithm": algorithm, **loaded}
