@@ -34,6 +34,14 @@ def test_an_update_has_the_size_of_torchs_muon_and_its_decay(shape, name, backen
     assert float(ours.norm()) == pytest.approx(float(theirs.norm()), rel=0.02)
 
 
+def rms_of_an_update(cls, shape, **kw):
+    p = weight(*shape, dtype=torch.float64)
+    optimizer = train(cls([p], lr=1.0, adjust_lr_fn=MATCHED, **kw), range(59))
+    before = p.detach().clone()
+    train(optimizer, [59])
+    return float((before - p.detach()).square().mean().sqrt())
+
+
 # Independent gradients, steps on which the eigenvalues have settled. Newton-Schulz's singular values are around 0.9, of
 # which square weights lack r of n; eigenvalues that follow noise add some to a whitened part.
 @pytest.mark.parametrize(
@@ -52,11 +60,14 @@ def test_an_update_has_the_size_of_torchs_muon_and_its_decay(shape, name, backen
     ids=str,
 )
 def test_updates_have_the_rms_of_adamws_with_any_momentum(cls, kw, shape, low, high):
-    p = weight(*shape, dtype=torch.float64)
-    optimizer = train(cls([p], lr=1.0, adjust_lr_fn=MATCHED, **kw), range(59))
-    before = p.detach().clone()
-    train(optimizer, [59])
-    assert low < float((before - p.detach()).square().mean().sqrt()) < high
+    assert low < rms_of_an_update(cls, shape, **kw) < high
+
+
+def test_near_full_rank_the_subspace_makes_the_update_large():
+    complement, whole = (
+        rms_of_an_update(PRO, (32, 32), variant=v, rank=31) for v in ("complement-only", "pro-klshampoo")
+    )
+    assert complement < 0.05 and 0.4 < whole < 0.6
 
 
 def test_a_variant_sized_by_alpha_kl_is_refused_first():
