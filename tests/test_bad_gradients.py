@@ -276,18 +276,18 @@ def test_the_reference_skips_bad_gradients_without_device_reads(monkeypatch):
 @both
 @pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
 @pytest.mark.parametrize("call", [0, 4])
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 2e19])
 def test_adamw_skips_a_gradient_that_is_not_finite(cls, flags, value, call):
     """Weights beside it step on a CPU, and gradients are the caller's as they were.
 
-    Of one that is too large to sum AdamW makes a second moment of infinity, by which every later update is zero.
+    Of one that is too large to square AdamW makes a second moment of infinity, by which every later update is zero.
     """
     weights = [("matrix", weight(4, 6)), ("bad", weight(5, seed=1)), ("good", weight(5, seed=2))]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.1, **flags}]
     groups[1]["weight_decay"] = 0.1
     optimizer = train(cls(groups), range(call))
     before, gradients = contents(optimizer), [normal(*p.shape, seed=i) for i, (_, p) in enumerate(weights)]
-    gradients[1][slice(None) if value == 3e38 else 2] = value
+    gradients[1][2] = value
     step(optimizer, [p for _, p in weights], gradients)
     found, kept = contents(optimizer), {key for key in before[1] if key != "step"}
     assert all(same_bits(before[1][key], found[1][key]) for key in kept)

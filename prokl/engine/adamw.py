@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from prokl.algorithm.settings import Group, plain
 from prokl.backends.device import is_host_readable
+from prokl.backends.io import in_float32
 from prokl.engine.validation import PLAIN, lies_otherwise, why_not_plain_memory
 from prokl.engine.weights import Weight, may_move, named
 
@@ -28,7 +29,7 @@ class AdamWGroups:
 
     Attributes:
         groups: those that it steps.
-        skipped: gradients of each weight that were not finite, where they were looked for; float32 tensors () beside a
+        skipped: gradients of each weight that were left out, where they were looked at; float32 tensors () beside a
             CPU. apart: whether fused kernels beside a CPU skip each weight by itself, a launch for each. Ranks need
             that: a weight of which others have copies must not stay for a gradient that is on one of them alone.
     """
@@ -46,7 +47,7 @@ class AdamWGroups:
         return defaults
 
     def step(self, state: dict[Tensor, dict[str, Any]], wholes: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Step the groups, whose weights have all begun, but where a gradient is not finite.
+        """Step the groups, whose weights have all begun, but where a gradient or its square is not finite.
 
         On a CPU reading one waits for nothing, and it is taken away meanwhile. Fused kernels are told on the device;
         PyTorch's other implementations take no such thing.
@@ -69,8 +70,10 @@ class AdamWGroups:
                 if not is_host_readable(g.device):
                     if group["fused"] and whole.numel():
                         unread.setdefault(p.device, {})[p] = whole
-                # Any entry shows in the sum. A finite one that overflows it would make exp_avg_sq infinite for good.
-                elif not bool(whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32)).isfinite()):
+                    continue
+                # A finite entry whose square overflows would make exp_avg_sq infinite for good.
+                norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32))
+                if not bool(in_float32(norm.square())):
                     aside.append((p, g))
                     self.skipped[p] = self.skipped.get(p, 0) + 1
                     p.grad = None
@@ -90,7 +93,7 @@ class AdamWGroups:
                 p.grad = g
 
     def look(self, devices: Mapping[torch.device, Mapping[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-        """Return by weight ``found_inf`` of PyTorch's fused kernels, float32 (), 1 for no finite gradient; count it.
+        """Return by weight ``found_inf`` of PyTorch's fused kernels, float32 (), 1 where it is to stay; count that.
 
         Nothing is read, so nothing waits. Weights of a device share it, unless they are ``apart``.
 
@@ -100,7 +103,7 @@ class AdamWGroups:
         found: dict[Tensor, Tensor] = {}
         for device, weights in devices.items():
             largest = torch._foreach_norm([*weights.values()], math.inf)  # which nothing finite overflows
-            bad = torch.stack(largest).isfinite().logical_not().to(torch.float32)
+            bad = in_float32(torch.stack(largest).float().square()).logical_not().float()
             each, counts = [*bad.unbind()], []
             for p in weights:
                 count = self.skipped.get(p, 0)
