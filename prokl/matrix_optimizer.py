@@ -143,8 +143,7 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyper-parameter was set out of bounds, or one that a weight's state depends on was changed.
-            RuntimeError: a sparse gradient, or a CUDA graph is being captured. Nothing has moved
-                then.
+            RuntimeError: a sparse gradient, or a CUDA graph is being captured. Nothing has moved then.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
@@ -210,7 +209,7 @@ class MatrixOptimizer(Optimizer):
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
 
-        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step. AdamW's
+        A stack counts one gradient once, a split weight in each of its pieces. Empty without state. AdamW's
         weights are here where there is a count: on a CPU, or with ``fused=True``, and of this optimizer's own steps.
         """
         return self.engine.counts("skipped")
@@ -218,7 +217,7 @@ class MatrixOptimizer(Optimizer):
     def clipped(self) -> dict[str, int]:
         """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device.
 
-        Empty before the first step.
+        Empty without state.
         """
         return self.engine.counts("clipped")
 

@@ -125,7 +125,7 @@ class KLShampoo(MatrixOptimizer):
     """KL-Shampoo with both factors whole, as its authors coded it; the baseline of Pro-KLShampoo.
 
     ``W <- (1 - lr * weight_decay) (W - lr * L^-1/2 M R^-1/2)`` with M an EMA of the gradients. State needs
-    m n + 2 (m^2 + n^2) elements a weight. AdamW groups, non-finite gradients and first gradients as in
+    m n + 2 (m^2 + n^2) + m + n elements a weight. AdamW groups, non-finite gradients and first gradients as in
     :class:`ProKLShampoo`.
 
     Args:
