@@ -17,6 +17,7 @@ from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Group, ProHyper
 from prokl.algorithm.shapes import MatrixShape, ceiling, compute_dtype
+from prokl.engine.bucket import LOOKS
 from tests.fuzz_cases import FLOAT32_MAX, Case
 
 NEWTON_SCHULZ = 1.3
@@ -92,14 +93,17 @@ def check_finite(a: History) -> Iterator[str]:
 def check_still(a: History) -> Iterator[str]:
     """A missing gradient changes nothing; a zero one clocks and bases; one that is not finite only clocks and counters.
 
-    Sums of squares near float32's largest and near the arithmetic's smallest may fall on either side.
+    But after LOOKS calls in vain a matrix may begin with an earlier gradient. Sums of squares near float32's largest
+    and near the arithmetic's smallest may fall on either side.
     """
     none = ~a.given[:, None].expand_as(a.energy)
     zero = (a.energy == 0) & ~none
     whole = torch.where(a.energy.isnan(), math.inf, a.energy).amax(dim=1, keepdim=True).expand_as(a.energy)
     bad, good = (whole > FLOAT32_MAX * (1 + 1e-4)) & ~none, whole < FLOAT32_MAX * (1 - 1e-4)
     usable = good & (a.energy > 100 * torch.finfo(a.arithmetic).tiny) & ~none
-    begins = a.begun & ~(a.values["step"][:-1] >= 0)
+    step = a.values["step"][:-1]
+    begins, seen = a.begun & (step < 0), (~(none | zero | bad)).cumsum(dim=0) > 0
+    late = begins & (step < -LOOKS) & seen & ~none
     for key, value in a.values.items():
         new, old = (bits(v) for v in (value[1:], value[:-1]))
         changed = (new != old).double().flatten(2).sum(-1)
@@ -111,7 +115,7 @@ def check_still(a: History) -> Iterator[str]:
             yield from a.broken("not counted as skipped", 1 - changed, 0.0, bad)
         else:
             # A zero one, too, may be that of a refresh step, in which bases follow what was learnt before.
-            still = none | bad if key in REFRESHED else none | zero | bad
+            still = (none | bad if key in REFRESHED else none | zero | bad) & ~(late & (key != "W"))
             yield from a.broken(f"{key} without a usable gradient, changed entries", changed, 0.0, still)
             if key == "W":
                 yield from a.broken("W by the initialising gradient, changed entries", changed, 0.0, begins)
