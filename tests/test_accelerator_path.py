@@ -171,17 +171,18 @@ def test_counts_of_fused_adamw_follow_their_weights_device():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_large_finite_gradients_step_adamw(fused, monkeypatch):
-    """Those in float16 whose norm or squares it does not hold, and some whose squares float32 just holds."""
-    weights = [weight(4096, dtype=torch.float16), weight(2)]
+    """Those whose squares float16 does not hold, or the sum of whose squares float32 does not."""
+    weights = [weight(4096, dtype=torch.float16), weight(2), weight(1000), weight(2, dtype=torch.float64)]
     group = {"params": weights, "algorithm": "adamw", "lr": 0.1, "eps": 1e-3, "fused": fused}
-    given = [normal(4, 6), torch.full((4096,), 6e4, dtype=torch.float16), torch.full((2,), 1.3e19)]
+    sizes = 6e4, 1.3e19, 1e18, 1e25
+    given = [normal(4, 6), *(torch.full_like(w, size) for w, size in zip(weights, sizes, strict=True))]
     if fused:
         forbid_host_reads(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = ProKLShampoo([{"params": [weight(4, 6)]}, group], rank=2)
         step(optimizer, [w for g in optimizer.param_groups for w in g["params"]], given)
-    assert all(float(optimizer.state[w]["step"]) == 1.0 for w in weights)
+    assert [float(optimizer.state[w]["step"]) for w in weights] == [1.0] * 4
     assert not any("of group 1" in name for name in optimizer.skipped())
 
 

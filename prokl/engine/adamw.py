@@ -13,7 +13,6 @@ from torch.optim import AdamW
 
 from prokl.algorithm.settings import Group, plain
 from prokl.backends.device import is_host_readable
-from prokl.backends.io import in_float32
 from prokl.engine.validation import PLAIN, lies_otherwise, why_not_plain_memory
 from prokl.engine.weights import Weight, may_move, named
 
@@ -71,9 +70,7 @@ class AdamWGroups:
                     if group["fused"] and whole.numel():
                         unread.setdefault(p.device, {})[p] = whole
                     continue
-                # A finite entry whose square overflows would make exp_avg_sq infinite for good.
-                norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32))
-                if not bool(in_float32(norm.square())):
+                if not _fits(whole):
                     aside.append((p, g))
                     self.skipped[p] = self.skipped.get(p, 0) + 1
                     p.grad = None
@@ -102,8 +99,10 @@ class AdamWGroups:
         """
         found: dict[Tensor, Tensor] = {}
         for device, weights in devices.items():
-            largest = torch._foreach_norm([*weights.values()], math.inf)  # which nothing finite overflows
-            bad = in_float32(torch.stack(largest).float().square()).logical_not().float()
+            norms = torch._foreach_norm([*weights.values()], math.inf)  # which nothing finite overflows
+            # The kernels square in float32, or in float64.
+            largest = [norm.float() if norm.dtype == torch.float16 else norm for norm in norms]
+            bad = torch.stack(torch._foreach_mul(largest, largest)).isfinite().logical_not().float()
             each, counts = [*bad.unbind()], []
             for p in weights:
                 count = self.skipped.get(p, 0)
@@ -114,6 +113,14 @@ class AdamWGroups:
             torch._foreach_add_(counts, each)
             found.update(zip(weights, each if self.apart else [bad.amax()] * len(weights), strict=True))
         return found
+
+
+def _fits(g: Tensor) -> bool:
+    """Return whether all entries of a gradient on a CPU are finite, and their squares, or exp_avg_sq would not be."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    if bool(torch.linalg.vector_norm(g, dtype=wide).square().isfinite()):  # a sixth of the time of the largest entry
+        return True
+    return bool(torch.linalg.vector_norm(g, math.inf, dtype=wide).square().isfinite())
 
 
 def begin(p: Tensor, group: Group, state: dict[Tensor, dict[str, Any]]) -> None:
