@@ -1,5 +1,6 @@
 """The benchmark of other tiles: that each row is of the tile that it names, and what is said of one that fails."""
 
+import itertools
 import re
 
 import pytest
@@ -42,7 +43,14 @@ def test_every_row_is_of_the_tile_that_it_names():
 
 def test_a_tile_that_does_not_fit_gets_a_row_that_says_why():
     def timer(run, device, seconds):
-        raise RuntimeError("out of resource: shared memory\nmore")
+        if next(calls):
+            raise RuntimeError("out of resource: shared memory\nmore")
+        return [1e-3]
 
-    *_, last = tiles.measure(SMALL, CPU, 1.0, timer)
-    assert last["note"] == "RuntimeError: out of resource: shared memory" and "median" not in last
+    calls = iter([0, 1, 1])
+    own, *others = itertools.islice(tiles.measure(SMALL, CPU, 1.0, timer), 3)
+    assert own["ratio"] == 1.0
+    assert all(row["note"] == "RuntimeError: out of resource: shared memory" and "median" not in row for row in others)
+    calls = iter([1])
+    with pytest.raises(RuntimeError, match="shared memory"):  # of its own: the others would have no ratio
+        next(tiles.measure(SMALL, CPU, 1.0, timer))

@@ -47,6 +47,8 @@ def measure(
                 try:
                     took = timer(_call(cases[name], sizes, tile, device), device, seconds)
                 except Exception as error:  # Triton's, of shared memory or registers
+                    if tile is None:
+                        raise  # nothing would be what the others are compared with
                     yield row | {"note": f"{type(error).__name__}: {error}".partition("\n")[0]}
                     continue
                 found = {key: 1e3 * value for key, value in rows.quartiles(took).items()}
