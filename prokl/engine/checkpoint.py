@@ -96,10 +96,10 @@ def prepare(
                 "optimizer with the groups that the state dict was saved with."
             )
         if algorithm == "matrix":
-            foreign = sorted({"betas", "nesterov"} & loaded.keys()) if "algorithm" not in loaded else ()
-            if foreign:  # without state nothing else would tell, and its lr and momentum would be taken
+            if "lr" in loaded and loaded.keys().isdisjoint(("algorithm", "beta2")):
+                # Without state nothing else would tell, and its lr and momentum would be taken.
                 raise ValueError(
-                    f"Group {i} of the loaded state dict is another optimizer's: it has {foreign[0]} and no algorithm. "
+                    f"Group {i} of the loaded state dict is another optimizer's: it has neither algorithm nor beta2. "
                     "To go on from a run of it, load the model alone."
                 )
             names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
