@@ -314,6 +314,19 @@ def test_settings_of_another_optimizer_are_refused_without_its_state(other, cls)
     assert optimizer.param_groups[0]["lr"] != 0.5
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW])
+def test_adamws_groups_alone_take_settings_of_adamw_and_of_no_sgd(other):
+    p = weight(4)
+    optimizer = PRO([{"params": [p], "algorithm": "adamw", "lr": 0.1}])
+    theirs = other([p], lr=0.5).state_dict()
+    if other is torch.optim.AdamW:
+        optimizer.load_state_dict(theirs)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        return
+    with refused(optimizer, "Group 0 .* is another optimizer's: it has neither algorithm nor betas"):
+        optimizer.load_state_dict(theirs)
+
+
 POSITIVE = ("lambda_0", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
 COUNTS = {"step", "skipped", "clipped"}
 VALUES = [(cls, key) for cls in KEYS for key in sorted(fine_and_odd(cls).state_dict()["state"][1].keys() - COUNTS)]

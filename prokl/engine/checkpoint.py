@@ -95,13 +95,14 @@ def prepare(
                 f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {present['algorithm']!r} here. Build the "
                 "optimizer with the groups that the state dict was saved with."
             )
+        own = "beta2" if algorithm == "matrix" else "betas"
+        if "lr" in loaded and loaded.keys().isdisjoint(("algorithm", own)):
+            # Without state nothing else would tell, and its lr and momentum would be taken.
+            raise ValueError(
+                f"Group {i} of the loaded state dict is another optimizer's: it has neither algorithm nor {own}. To go "
+                "on from a run of it, load the model alone."
+            )
         if algorithm == "matrix":
-            if "lr" in loaded and loaded.keys().isdisjoint(("algorithm", "beta2")):
-                # Without state nothing else would tell, and its lr and momentum would be taken.
-                raise ValueError(
-                    f"Group {i} of the loaded state dict is another optimizer's: it has neither algorithm nor beta2. "
-                    "To go on from a run of it, load the model alone."
-                )
             names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
             matrix.update(zip(loaded["params"], names, strict=False))
             group = {**defaults, "algorithm": algorithm, **loaded}
