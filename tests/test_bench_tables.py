@@ -108,10 +108,10 @@ def test_rows_measured_anew_replace_those_of_the_same_key(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
 
 
-def test_columns_of_an_older_file_stay(tmp_path):
+def test_columns_of_an_older_file_stay_and_no_nan_is_written(tmp_path):
     (tmp_path / "a.csv").write_text("colour,model\nred,a\n")
-    rows.upsert(tmp_path / "a.csv", [row("b", 1.0)], ("model",))
-    assert (tmp_path / "a.csv").read_text() == "model,metric,median,colour\na,,,red\nb,step,1,\n"
+    rows.upsert(tmp_path / "a.csv", [row("b", 1.0), row("c", math.nan)], ("model",))
+    assert (tmp_path / "a.csv").read_text() == "model,metric,median,colour\na,,,red\nb,step,1,\nc,step,,\n"
 
 
 def test_a_frame_has_numbers_text_and_what_is_missing_of_each(tmp_path):
@@ -155,3 +155,8 @@ def test_only_code_that_changed_makes_a_tree_dirty(tmp_path, monkeypatch):
     (tmp_path / "new.py").unlink()
     (tmp_path / "code.py").write_text("2")
     assert rows.commit() == clean + "-dirty"
+
+
+def test_one_value_has_no_quartiles():
+    assert rows.quartiles([2.0]) == {"median": 2.0}
+    assert rows.quartiles([1.0, 2.0, 3.0]) == {"q1": 1.5, "median": 2.0, "q3": 2.5}
