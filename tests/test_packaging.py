@@ -141,7 +141,7 @@ print("report", compile_report.main(["aot"]))
 """
 TAKE_TRITON = re.compile(
     r"prokl\.(kernels\.|backends\.triton_(ops|pairs))"
-    r"|bench\.(first|micro\.|compile_report\.(ahead|launches|trace|triton_kernels))"
+    r"|bench\.(first|micro\.|timing\.tiles|compile_report\.(ahead|launches|trace|triton_kernels))"
 )
 
 
