@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
                 from bench.timing import tiles  # which needs Triton
 
                 found = list(tiles.measure(own, a.device, a.seconds))
+            elif a.part == "kernels":
+                found = kernels.measure(own, a.device)
             else:
-                found = (
-                    kernels.measure(own, a.device) if a.part == "kernels" else steps.measure(own, a.device, a.seconds)
-                )
+                found = steps.measure(own, a.device, a.seconds)
             print("\n".join(map(rows.describe, found)), flush=True)
             wrong |= any(row.get("note", "").startswith("wrong") for row in found)
             if a.out:
