@@ -358,6 +358,6 @@ class MatrixOptimizer(Optimizer):
             division.show(self._outer, state["state"])
             return
         check_undivided(state)
-        restored = checkpoint.restore(state, self.method, type(self).__name__, check_values=loads)
+        checkpoint.restore(state, self.method, type(self).__name__, check_values=loads)
         super().__setstate__(state)
-        self._outer.loaded(restored)
+        self._outer.loaded()

@@ -94,6 +94,15 @@ def test_without_state_a_weight_begins_anew_with_any_setting(cls, own, change, c
     assert differences(train(optimizer, range(6, 9)), train(anew, range(6, 9))) == set()
 
 
+def test_what_a_wrapper_keeps_is_made_with_no_setting():
+    optimizer = PRO(named(SHAPE), rank=2)
+    optimizer.state[weights_of(optimizer)[0]]["slow"] = torch.ones(2)
+    loaded = fresh(optimizer)
+    loaded.param_groups[0]["rank"] = 3
+    train(loaded, [0])
+    assert loaded.state[weights_of(loaded)[0]]["U"].shape[-1] == 3
+
+
 def test_a_deleted_group_leaves_nothing_to_later_groups():
     """Python gives a new group the address of one that is gone."""
     optimizer, gone = PRO([weight(*SHAPE)]), []

@@ -285,7 +285,7 @@ class Division:
                     local_state[weight.stand_in] = own
             groups = self._local_groups(state["param_groups"])
             local: dict[str, Any] = {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
-            restored = checkpoint.restore(local, outer.method, outer.title)
+            checkpoint.restore(local, outer.method, outer.title)
         except Exception as error:
             failure = error
         self._agree_to_load(failure)
@@ -295,7 +295,7 @@ class Division:
             if weight.shapes:
                 weight.shapes = _shapes(one)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
-        self.engine.loaded(restored)
+        self.engine.loaded()
         self.broken = self._layout = self._built_on = None  # the groups are other objects now
         outer.forget()
         return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}

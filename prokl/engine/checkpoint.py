@@ -229,21 +229,17 @@ def _effect(key: str, group: Group, method: Method) -> Any:
     return plain(group.get(key))
 
 
-def restore(state: dict[str, Any], method: Method, optimizer: str, check_values: bool = True) -> set[int]:
+def restore(state: dict[str, Any], method: Method, optimizer: str, check_values: bool = True) -> None:
     """Check the state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:
         state: the dict that ``__setstate__`` gets. method: whose state it is. optimizer: name for an error.
         check_values: whether to read the state; what is copied goes on as it is.
 
-    Returns:
-        The indices of the matrix groups that have state.
-
     Raises:
         ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
             is not finite.
     """
-    restored: set[int] = set()
     try:
         check_names(state["param_groups"])
     except ValueError as error:
@@ -264,11 +260,10 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
         for weight in weights:
             p, entry = weight.p, {k: unwrapped(v) for k, v in state["state"].get(weight.p, {}).items()}
             if weight.matrix:
-                members = weight.members()
-                reason = matrix_state.misfit(weight, members, entry, method, optimizer, live=False)
-                begun = reason is None and not matrix_state.begins(entry, members, method, weight)
+                reason = matrix_state.misfit(weight, entry, method, optimizer, live=False)
+                begun = reason is None and not matrix_state.begins(weight, entry, method)
                 if begun and check_values:
-                    reason = matrix_state.bad_values(weight, members, entry, method)
+                    reason = matrix_state.bad_values(weight, entry, method)
             else:
                 if "step" in entry:
                     entry["step"] = adamw.count_in_tensor(entry["step"], weight)
@@ -286,10 +281,8 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
                 entry = {key: _copied(value, p, weight.matrix) for key, value in entry.items()}
                 state["state"][p] = entry
             if weight.matrix and begun:
-                restored.add(i)
-                for member in members:
+                for member in weight.members():
                     entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
-    return restored
 
 
 def _copied(value: Any, p: Tensor, matrix: bool) -> Any:

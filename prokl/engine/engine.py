@@ -220,7 +220,7 @@ class Engine:
         for weight in weights:
             state, reason = self.state.get(weight.p, {}), None
             if weight.matrix:
-                reason = matrix_state.misfit(weight, self.members(weight), state, self.method, self.title)
+                reason = matrix_state.misfit(weight, state, self.method, self.title)
             elif may_move(weight.p):
                 adamw.bring_home(weight, state)
                 reason = adamw.misfit(weight, state)
@@ -315,7 +315,7 @@ class Engine:
     def remember(self, weights: Collection[Weight]) -> None:
         """Remember what the state of weights is made with."""
         for weight in weights:
-            if weight.matrix and self.state.get(weight.p):
+            if weight.matrix and not matrix_state.begins(weight, self.state.get(weight.p, {}), self.method):
                 weight.made_with = weight.making(self.method.fixed)
                 self.weights[weight.p] = weight
 
@@ -405,7 +405,7 @@ class Engine:
                 entry.update(moved)
         self.release()
 
-    def loaded(self, restored: Collection[int]) -> None:
-        """Go on from other groups and another state; of the ``restored`` groups state was loaded."""
+    def loaded(self) -> None:
+        """Go on from other groups and another state, which is made with their settings."""
         self.forget()
-        self.remember([weight for weight in weights_of(self.groups) if weight.group_index in restored])
+        self.remember([*weights_of(self.groups)])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Method
-from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER
 from prokl.engine.weights import Weight, clock, layout_of_state
 
@@ -18,30 +17,23 @@ FOREIGN = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
 
 
-def begins(state: Mapping[str, Any], members: Sequence[Member], method: Method, weight: Weight) -> bool:
+def begins(weight: Weight, state: Mapping[str, Any], method: Method) -> bool:
     """Return True if a weight's state has nothing of the method's, however the weight is split; other keys stay."""
-    layout = layout_of_state(members[0], method, weight.group)
+    layout = layout_of_state(weight.members()[0], method, weight.group)
     ours = {"step", "lambda_0"}.union(key.partition(".")[0] for key in layout) - {MASTER}
     return not any(isinstance(key, str) and key.partition(".")[0] in ours for key in state)
 
 
-def misfit(
-    weight: Weight,
-    members: Sequence[Member],
-    state: Mapping[str, Any],
-    method: Method,
-    optimizer: str,
-    live: bool = True,
-) -> str | None:
+def misfit(weight: Weight, state: Mapping[str, Any], method: Method, optimizer: str, live: bool = True) -> str | None:
     """Return the first thing in a weight's state that a step cannot go on from; None where all is well.
 
     It reads no values, which would wait for the device. In a ``live`` state other optimizers' keys are a wrapper's,
     but AdamW's own, which a group had whose algorithm has changed.
     """
-    if begins(state, members, method, weight):
+    if begins(weight, state, method):
         foreign = (FOREIGN if not live else {"exp_avg"}) & state.keys()
         return f"{weight.name} has the state of another algorithm ({min(foreign)})" if foreign else None
-    for member in members:
+    for member in weight.members():
         whose = f"{member.name} (weight {tuple(weight.p.shape)})"
         layout = layout_of_state(member, method, weight.group)
         for key, (shape, dtype) in layout.items():
@@ -70,9 +62,9 @@ def misfit(
     return None
 
 
-def bad_values(weight: Weight, members: Sequence[Member], state: Mapping[str, Any], method: Method) -> str | None:
+def bad_values(weight: Weight, state: Mapping[str, Any], method: Method) -> str | None:
     """Return which values of a loaded state, that fits, a step cannot go on from; None where it can."""
-    for member in members:
+    for member in weight.members():
         begun = torch.tensor(clock(member, state), device="cpu") >= 0
         for key in layout_of_state(member, method, weight.group).keys() & state.keys() if begun.any() else ():
             value = state[key]
