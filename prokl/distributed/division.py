@@ -32,6 +32,9 @@ from prokl.engine.engine import Engine
 from prokl.engine.validation import check_gradient
 from prokl.engine.weights import DEFAULTS, Weight, check_reading, is_dtensor, may_move, weights_of
 
+KIND = ("algorithm",)
+"""Settings that must stay, beside reading and shape, for a divided weight to go on with the state that it has."""
+
 
 class Division:
     """The owners of all matrices, this rank's part of a step, and the state that it shows.
@@ -70,7 +73,7 @@ class Division:
     def _divide(self, outer: Engine) -> None:
         """Find the owners of new weights; raise on all ranks where one cannot, or has others."""
         all_weights = [*weights_of(outer.groups)]
-        kinds = {one.p: _kind(one) for one in all_weights}
+        kinds = {one.p: one.making(KIND) for one in all_weights}
         for p, weight in [*self.weights.items()]:
             if kinds.get(p) != weight.kind and not outer.state.get(p):  # it has left, or is another one by now
                 del self.weights[p]
@@ -128,7 +131,7 @@ class Division:
                 if p in weights:
                     continue
                 if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
-                    weights[p] = LocalWeight(p, kind=_kind(one))
+                    weights[p] = LocalWeight(p, kind=one.making(KIND))
                     continue
                 held = [whole_block(p.shape)] * team.size
                 if is_dtensor(p):
@@ -143,15 +146,15 @@ class Division:
                     new.setdefault(team, []).append((one, cost, held))
                 else:  # the rows of each rank as DTensor's Shard(0) has them, some of them none
                     parts = tuple(Part(*chunk(0, p.shape[0], team.size, place), place) for place in range(team.size))
-                    weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=_kind(one))
+                    weights[p] = LocalWeight(p, team, parts, held, stacked=True, kind=one.making(KIND))
             for team, entries in new.items():
                 costs = loads.setdefault(team, [0.0] * team.size)
                 for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
                     dealt = [entry for entry in entries if may_move(entry[0].p) == moves]
                     lying = [(cost, homes(one.p.shape, one.p.ndim == 3, held)) for one, cost, held in dealt]
                     for (one, _, held), parts in zip(dealt, divide(lying, costs), strict=True):
-                        shapes = _shapes(one)
-                        weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, _kind(one))
+                        shapes, kind = _shapes(one), one.making(KIND)
+                        weights[one.p] = LocalWeight(one.p, team, parts, held, one.p.ndim == 3, shapes, kind)
         return weights, loads
 
     def _local_groups(self, groups: Sequence[Group]) -> list[Group]:
@@ -291,7 +294,7 @@ class Division:
         self._agree_to_load(failure)
         for one in weights_of(state["param_groups"]):  # which say how the state was made
             weight = self.weights[one.p]
-            weight.kind = _kind(one)
+            weight.kind = one.making(KIND)
             if weight.shapes:
                 weight.shapes = _shapes(one)
         self.engine.groups, self.engine.state = local["param_groups"], local["state"]
@@ -303,12 +306,6 @@ class Division:
 
 def _shapes(one: Weight) -> tuple[MatrixShape, ...]:
     return tuple(member.shape for member in one.members())
-
-
-def _kind(one: Weight) -> dict[str, Any]:
-    """Return what must stay as it is for a weight to go on with the state that it has."""
-    reading = {"transposed": one.transposed, "split": one.split}
-    return {"algorithm": one.group["algorithm"], "shape": tuple(one.p.shape), **reading}
 
 
 def matrix_cost(member: Member, method: Method, group: Group) -> float:

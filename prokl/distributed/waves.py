@@ -174,7 +174,7 @@ class Wave:
         weights: divided ones that may move, in the same order on all ranks.
     """
 
-    def __init__(self, weights: Sequence[LocalWeight] = ()) -> None:
+    def __init__(self, weights: Sequence[LocalWeight]) -> None:
         self.weights = weights
         self.replicas: list[Replicas] = []
         self.shards: list[Shards] = []

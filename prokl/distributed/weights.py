@@ -36,7 +36,7 @@ class LocalWeight:
             weights and of AdamW's shards.
         stacked: whether ``parts`` divide its first dimension; else its one part is everything. shapes: of the pieces of
             a stack, each of which is skipped by itself.
-        kind: what must stay as it is for the weight to go on with the state that it has, by name.
+        kind: what must stay as it is for the weight to go on with its state, by name.
         places: the ranks that hold each block. sharded: whether some have less than everything.
         mine: the part that this rank owns, or None. stand_in: what it steps, or None.
         here: whether what it steps lies whole on it. own_memory: whether the stand-in is no view of the weight.

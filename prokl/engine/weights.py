@@ -112,7 +112,7 @@ class Weight:
     def making(self, fixed: Sequence[str]) -> dict[str, Any]:
         """Return what its state would be made with now; ``fixed`` are settings of the method."""
         settings = {key: self.group[key] for key in fixed}
-        return {**settings, "transposed": self.transposed, "split": self.split, "shape": tuple(self.p.shape)}
+        return {**settings, "shape": tuple(self.p.shape), "transposed": self.transposed, "split": self.split}
 
     def check_as_made(self, fixed: Sequence[str]) -> None:
         """Raise ValueError where something is not as its state was made with."""
