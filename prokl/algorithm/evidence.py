@@ -177,12 +177,13 @@ def roots_of(state: State, h: Hyper) -> tuple[Roots, Roots, Tensor, Tensor]:
 
 
 def measured(A: Tensor, e_res: Tensor, a: Roots, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sizes]:
-    """Measure a gradient by the damped inverse roots ``a``, in their dtype.
+    """Measure a gradient by the damped inverse roots ``a``, in their dtype; A and e_res as :func:`admit` takes them.
 
     Returns:
         ell (B,m), rho (B,r) and e_res (B,m); the units (B,) that these are in, 1 in float64; and the sizes.
     """
     (m, r), wide, unit = A.shape[-2:], a.mu.dtype, torch.ones_like(a.mu)
+    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
     A, e_res, both = A.to(wide), e_res.to(wide), a.L * a.mu[:, None]
     if wide == torch.float64:
         squares = A.square()
@@ -205,9 +206,8 @@ def measured(A: Tensor, e_res: Tensor, a: Roots, n: int) -> tuple[Tensor, Tensor
 def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
     """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.algebra.Algebra.admit`."""
     dtype, (m, r) = A.dtype, A.shape[-2:]
-    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
     s, a, eps, factor = roots_of(state, h)
-    energy = e_res.to(eps.dtype).sum(dim=-1)
+    energy = e_res.to(eps.dtype).flatten(1).sum(dim=-1)
     ell, rho, e_res, unit, sizes = measured(A, e_res, a, n)
     scale = bounded = evident = None
     changed: State = {}

@@ -102,7 +102,6 @@ def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:
     G = ops.product(Q.mT, G)
     G_tilde = ops.product(G, U)
     e_res = ops.residual(G, ops.operand(G_tilde), U)[1]
-    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
     a = evidence.roots_of(state, h)[1]
     return evidence.measured(ops.product(G_tilde, state["Q_S"]), e_res, a, G.shape[-1])[-1][-1]
 
