@@ -261,8 +261,7 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
             p, entry = weight.p, {k: unwrapped(v) for k, v in state["state"].get(weight.p, {}).items()}
             if weight.matrix:
                 reason = matrix_state.misfit(weight, entry, method, optimizer, live=False)
-                begun = reason is None and not matrix_state.begins(weight, entry, method)
-                if begun and check_values:
+                if reason is None and check_values:
                     reason = matrix_state.bad_values(weight, entry, method)
             else:
                 if "step" in entry:
@@ -280,8 +279,8 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
             if entry:  # a copy: what was loaded goes on without this optimizer
                 entry = {key: _copied(value, p, weight.matrix) for key, value in entry.items()}
                 state["state"][p] = entry
-            if weight.matrix and begun:
-                for member in weight.members():
+            for member in weight.members() if weight.matrix else ():
+                if "step" + member.suffix in entry:
                     entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
 
 
