@@ -226,8 +226,7 @@ class Division:
     def show(self, outer: Engine, loaded: Collection[Tensor] = ()) -> None:
         """Give every weight its entry in the optimizer's state: this rank's own, or what says where it is.
 
-        Args:
-            outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
+        All ranks have entries for weights of which a state was ``loaded``.
         """
         all_weights = [*weights_of(outer.groups)]
         for one in all_weights:

@@ -51,8 +51,7 @@ def _placed(weight: LocalWeight) -> tuple[Any, Sequence[Any]]:
 def parts_of_state(one: Weight, weight: LocalWeight, entry: dict[str, Any], method: Method) -> dict[str, Any]:
     """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
 
-    Args:
-        one, weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. method: its own.
+    ``entry`` is this rank's state, with steps as tensors; it is empty where this rank owns nothing.
     """
     from prokl.distributed.part_of_state import PartOfState
 
@@ -133,10 +132,7 @@ def _of_another(name: str, value: Any) -> str:
 def own_state(one: Weight, weight: LocalWeight, loaded: dict[str, Any], method: Method) -> dict[str, Any]:
     """Return what this rank steps of a weight's loaded state, as far as it fits, whether that is whole or its part.
 
-    All ranks call it, as making a DTensor whole takes them all.
-
-    Args:
-        one, weight: whose. loaded: its state; it may have keys that are not known. method: its own.
+    All ranks call it, as making a DTensor whole takes them all. Unknown keys stay.
     """
     loaded = {key: unwrapped(value) for key, value in loaded.items()}
     if not one.matrix:

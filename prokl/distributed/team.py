@@ -62,8 +62,7 @@ ALONE = Team()
 def team_of(group: ProcessGroup | DeviceMesh, teams: dict[tuple[int, ...], Team]) -> Team:
     """Return the team of a process group, or of all ranks of a mesh, whatever its dimensions.
 
-    Args:
-        group: what has the ranks. teams: by sorted ranks; a new one joins them, in the same order on all of its ranks.
+    A new one joins ``teams``, by sorted ranks, in the same order on all of its ranks.
     """
     mesh: Any = None
     if isinstance(group, dist.ProcessGroup):
@@ -94,8 +93,7 @@ def check_group(group: Any) -> None:
 def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> None:
     """Raise on all ranks where one of them failed: its own error, and a ValueError on the others.
 
-    Args:
-        teams: those of this rank. failure: this rank's. undone: what no rank has done then, for the others' message.
+    That says what is ``undone`` then.
     """
     cause = None
     if failure is not None:
@@ -109,8 +107,7 @@ def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> No
 def check_dst(teams: Collection[Team], dst: int) -> None:
     """Raise ValueError on all ranks that share work where none of them does with rank ``dst``; waits for all of them.
 
-    Args:
-        teams: those of this rank; none where nothing is divided. dst: who is to get all state.
+    Without ``teams`` nothing is divided, and it may be any rank.
     """
     ranks = sorted({rank for team in teams for rank in team.ranks}) or [*range(dist.get_world_size())]
     found = dst in ranks

@@ -100,8 +100,7 @@ class Replicas:
 class Shards:
     """Collects gradients and weights at their owners, and sends stepped weights back to where they came from.
 
-    Args:
-        team: whose. transfers: those of this rank, in an order that is the same on all. device: of the weights.
+    ``transfers`` are those of this rank, in an order that is the same on all.
     """
 
     def __init__(self, team: Team, transfers: Sequence[Transfer], device: torch.device) -> None:
@@ -168,11 +167,7 @@ def not_finite(weight: LocalWeight) -> Tensor:
 
 
 class Wave:
-    """Weights that are stepped together, and what is sent of them.
-
-    Args:
-        weights: divided ones that may move, in the same order on all ranks.
-    """
+    """Divided weights that may move and are stepped together, in one order on all ranks, and what is sent of them."""
 
     def __init__(self, weights: Sequence[LocalWeight]) -> None:
         self.weights = weights
@@ -249,11 +244,7 @@ def waves_of(weights: Iterable[tuple[LocalWeight, set[Any]]]) -> list[Wave]:
 
 
 def step_in_waves(engine: Engine, work: Sequence[tuple[Bucket, Plan]], waves: Sequence[Wave], adamw: Wave) -> list[str]:
-    """Step the stand-ins and send what is to be sent; return warnings.
-
-    Args:
-        engine: the stand-ins'. work: its buckets, with their plans. waves: of matrices. adamw: of AdamW's weights.
-    """
+    """Step the stand-ins, by their engine, and send what is to be sent; return warnings."""
     places = {weight.stand_in: i for i, wave in enumerate(waves) for weight in wave.weights}
     by_wave: dict[int | None, list[tuple[Bucket, Plan]]] = {}
     for bucket, plan in work:

@@ -93,9 +93,6 @@ class AdamWGroups:
         """Return by weight ``found_inf`` of PyTorch's fused kernels, float32 (), 1 where it is to stay; count that.
 
         Nothing is read, so nothing waits. Weights of a device share it, unless they are ``apart``.
-
-        Args:
-            devices: gradients by weight.
         """
         found: dict[Tensor, Tensor] = {}
         for device, weights in devices.items():
@@ -176,11 +173,8 @@ def count_in_tensor(step: Any, weight: Weight) -> Any:
 def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str | None:
     """Return the first thing of AdamW's state that is not as the weight and its group need it; None where all is.
 
-    PyTorch's AdamW finds out in the midst of a step, or not at all: its fused kernels go through memory.
-
-    Args:
-        weight: whose. state: its entry.
-        live: whether the next step goes through this very memory; loading makes it anew.
+    PyTorch's AdamW finds out in the midst of a step, or not at all: its fused kernels go through memory. The next step
+    goes through this very memory where the state is ``live``; loading makes it anew.
     """
     p, name, group = weight.p, weight.name, weight.group
     if state.keys() & {"M_Q", "M_Q.0"}:

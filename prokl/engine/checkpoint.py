@@ -179,9 +179,7 @@ def _check_order(there: list[str], here: list[str]) -> None:
 def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method) -> list[str]:
     """Return what to say of state that a loaded state dict lacks, and of names and settings that it has brought.
 
-    Args:
-        before: the optimizer's groups until then. now: since then. state: as loaded; without any of a weight its
-            settings made nothing. method: whose.
+    ``before`` are the optimizer's groups until then, ``now`` since. Settings of a group without state made nothing.
     """
     said = []
     there, here = ([name for group in groups for name in _names(group)] for groups in (now, before))
@@ -230,11 +228,7 @@ def _effect(key: str, group: Group, method: Method) -> Any:
 
 
 def restore(state: dict[str, Any], method: Method, optimizer: str, check_values: bool = True) -> None:
-    """Check the state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
-
-    Args:
-        state: the dict that ``__setstate__`` gets. method: whose state it is. optimizer: name for an error.
-        check_values: whether to read the state; what is copied goes on as it is.
+    """Check the state in what ``__setstate__`` gets, its values unless it is copied; put it on the weights' devices.
 
     Raises:
         ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
