@@ -162,17 +162,11 @@ def _shared(group: Group, weights: tuple[float, float, float]) -> dict[str, Any]
     return given | {"gradient_weights": weights, "gain": a + b * g / (1 - momentum), "direction_scale": scale}
 
 
-DTYPES = {
-    name: getattr(torch, name) for name in ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
-}
-"""Dtypes by the names that configurations and state dicts have in their place."""
-
-
 def plain(value: Any) -> Any:
     """Return a setting in the types that a step takes, whatever a configuration, a checkpoint or NumPy gave.
 
-    Numbers and strings are Python's own then, any sequence is a tuple, and the name of a dtype is the dtype. Tensors,
-    and what is no setting, stay as they are.
+    Numbers and strings are Python's own then, any sequence is a tuple, and the name of a dtype in torch is the dtype.
+    Tensors, and what is no setting, stay as they are.
     """
     if type(value) in (bool, int, float) or value is None or isinstance(value, Tensor):
         return value
@@ -180,7 +174,8 @@ def plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, str):
         text = str.__str__(value)
-        return DTYPES.get(text, text)
+        dtype = getattr(torch, text, None)
+        return dtype if isinstance(dtype, torch.dtype) else text
     if isinstance(value, Sequence):
         return tuple(map(plain, value))
     if isinstance(value, Real) and not isinstance(value, bool):
