@@ -199,9 +199,8 @@ def misfit(weight: Weight, state: Mapping[str, Any], live: bool = True) -> str |
             return f"{name} has {key} {reason}"
         if live and group["fused"] and (reason := lies_otherwise(p, value)):
             return f"{name} has {key} {reason}"
-    step, where = state.get("step"), p.device if group["fused"] or group["capturable"] else None
-    if step is None:
-        return f"{name} has no tensor step"
+    step: Any = state.get("step")
+    where = p.device if group["fused"] or group["capturable"] else None
     fits = (
         isinstance(step, Tensor)
         and step.numel() == 1
