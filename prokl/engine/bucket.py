@@ -161,8 +161,7 @@ class Bucket:
         asked = group["backend"], group["precision"]
         if asked != self._asked:
             backend = select.select(asked[0], self.layout.device, asked[1], self.dtype)
-            if self._asked is None or backend is not self.backend:
-                self.io, self.backend = backend.io(self.members, self.layout, self.rounding), backend
+            self.io, self.backend = backend.io(self.members, self.layout, self.rounding), backend
             self._asked = asked
         self.weights, self.group = list(weights), group
         a, without_rates = self.layout, {**group, "lr": 0.0, "weight_decay": 0.0}
