@@ -106,7 +106,8 @@ def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     bucket.steps = [due] * count
     with torch.no_grad():
         plan = bucket.decide()
-        assert plan is not None and plan.steady and len(plan.refreshing) == (count if kind == "refresh" else 0)
+        assert plan is not None and len(plan.stepping) == count
+        assert len(plan.refreshing) == (count if kind == "refresh" else 0)
         before = len(events)
         with Operators(events):
             bucket.execute(plan)

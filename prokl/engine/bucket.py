@@ -66,11 +66,6 @@ class Plan(NamedTuple):
     stepping: tuple[int, ...]
     refreshing: tuple[int, ...]
 
-    @property
-    def steady(self) -> bool:
-        """True if every matrix has a gradient and none begins: what a graph can capture."""
-        return all(self.has_grad) and not self.initialising
-
 
 class Rows(NamedTuple):
     """Some, but not all, of the matrices of a bucket, on its device: their indices (k,) int64, a mask (B,) bool."""

@@ -171,7 +171,8 @@ def capturable(bucket: Bucket, plan: Plan) -> bool:
     """Return True if a graph can do this step: no host decision depends on values, and the I/O can be replayed."""
     return (
         bucket.group["cuda_graphs"]
-        and plan.steady
+        and all(plan.has_grad)
+        and not plan.initialising
         and (bucket.backend.graphs_of_refreshes or not plan.refreshing)
         and bucket.io.capturable
     )
