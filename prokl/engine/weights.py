@@ -97,17 +97,12 @@ class Weight:
         return bool(self.group["algorithm"] == "matrix")
 
     def members(self, first: int = 0) -> list[Member]:
-        """Return what has a state of its own: the weight that :func:`check_reading` has passed, or each of its pieces.
-
-        Args:
-            first: number of its first matrix, where the weight is part of a stack.
-        """
-        shapes = MatrixShape.of(self.p, self.transposed).pieces(self.split)
-        if self.split is None:
-            return [Member(self.p, self.name, shapes[0], first=first)]
-        return [
-            Member(self.p, f"{self.name}.{i}", shape, suffix=f".{i}", first=first) for i, shape in enumerate(shapes)
-        ]
+        """Return what has a state of its own: the weight that :func:`check_reading` passed, or each of its pieces."""
+        members = []
+        for i, shape in enumerate(MatrixShape.of(self.p, self.transposed).pieces(self.split)):
+            suffix = "" if self.split is None else f".{i}"
+            members.append(Member(self.p, self.name + suffix, shape, suffix=suffix, first=first))
+        return members
 
     def making(self, fixed: Sequence[str]) -> dict[str, Any]:
         """Return what its state would be made with now; ``fixed`` are settings of the method."""
