@@ -53,7 +53,6 @@ class Method(Protocol):
             G: gradients (B,m,n), as products take them.
             state: stacked state in the arithmetic dtype, M_Q in its own. M_Q is the step's: it may be overwritten, save
                 the rows that are not active.
-            h: hyper-parameters.
             aspect_scale: c_a (B,), of the weights' original shapes.
             active: (B,) bool, the matrices that step; None: all. Results for the others may be anything.
 

@@ -91,8 +91,6 @@ def newton_schulz(
             norm of scale X at most 1, and is 0 for a matrix whose result is to be zero. None: X is normalised. Products
             of an X that is not must be in the range of its dtype: float16's is too small.
         size: (B,).
-        polynomials: (a, b, c) of every iteration.
-        ops: the algebra.
         turn: (B,m,m), multiplies the result from the left, as NS(Q X) = Q NS(X) for orthonormal Q; None is I.
         gram: form to use; None chooses by :func:`use_gram`.
     """

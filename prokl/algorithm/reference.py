@@ -157,8 +157,6 @@ def direction(
 
     Args:
         G_par, G_perp: the momentum gradient's two parts, (m,r) and (m,n).
-        state, h: as :func:`step` has them.
-        aspect_scale: c_a.
         rows, columns: sizes of c G (m,), (r,); directions of a factor in which they are beyond the threshold shrink.
     """
     (m, n), r, Q_L, Q_S = G_perp.shape, G_par.shape[1], state["Q_L"], state["Q_S"]
@@ -234,7 +232,6 @@ def step(
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
         state: as in the module docstring, in the arithmetic dtype.
-        h: hyper-parameters.
         aspect_scale: c_a, from the weight's original rows and columns.
         stored: dtype that the state is kept in between steps, if not W's: what U loses there is no complement.
 

@@ -65,7 +65,6 @@ def step(
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.
         state: as in the module docstring, in the arithmetic dtype.
-        h: hyper-parameters.
         aspect_scale, stored: not read, as the method has no c_a and no subspace.
 
     Returns:

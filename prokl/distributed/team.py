@@ -91,10 +91,7 @@ def check_group(group: Any) -> None:
 
 
 def agree(teams: Collection[Team], failure: Exception | None, undone: str) -> None:
-    """Raise on all ranks where one of them failed: its own error, and a ValueError on the others.
-
-    That says what is ``undone`` then.
-    """
+    """Raise on all ranks where one failed: its own error, and on others a ValueError that says what is undone."""
     cause = None
     if failure is not None:
         cause = f"rank {dist.get_rank()} could not: {type(failure).__name__}: {failure}"

@@ -97,7 +97,6 @@ class Bucket:
         members: in the order of their groups, without rows so far.
         weights: each one's.
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
-        method: the matrix method.
     """
 
     def __init__(

@@ -75,7 +75,6 @@ def prepare(
     """Return a state dict with the settings that older ones lack, and the matrix state kept from torch's casts.
 
     Args:
-        state_dict: what is loaded.
         here: the optimizer's groups.
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 

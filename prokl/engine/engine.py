@@ -59,7 +59,6 @@ class Engine:
         first: number of a part's first matrix in its stack, where a weight is part of one.
 
     Args:
-        method: the matrix method.
         defaults: the settings of a matrix group.
         title: of the optimizer, for errors.
     """

@@ -36,8 +36,7 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
     own. A longer name with a setting's in it, as "max_momentum", is none, nor is one with another number, as "beta1".
 
     Args:
-        group: a group.
-        settings: of its algorithm.
+        settings: of the group's algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
     removed = {"process_group": "pass it to the constructor"}
@@ -149,7 +148,6 @@ def check_gradient(weight: Weight, is_stepped: bool = True) -> None:
     """Raise an error for a gradient that does not go with its weight, before anything has moved.
 
     Args:
-        weight: whose gradient.
         is_stepped: whether a step goes through it, and it is no part of that. A lazily negated one is negated then.
 
     Raises:
