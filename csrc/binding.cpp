@@ -37,7 +37,7 @@ void bind(pybind11::module_& m) {
     });
     m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, bool of_root,
                        Address deviations, Address before, Address status, Address stream) {
-        prokl::finish<T>({batch, n, k}, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(deviations),
+        prokl::finish<T>(batch, n, k, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(deviations),
                          at<const int>(before), at<int>(status), at<void>(stream));
     });
 }

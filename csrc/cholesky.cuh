@@ -15,11 +15,13 @@ __device__ T scale_of(T largest) {
     return exponent >= -SAFE && exponent <= SAFE ? T(1) : scale_down<T>(exponent);
 }
 
-// The largest of a warp's values, in each of its lanes; NaN loses.
+// The largest element of the diagonal of matrix b (k x k), or 0, the same in all lanes of a warp; NaN loses.
 template <class T>
-__device__ T warp_max(T value) {
-    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    return value;
+__device__ T largest_on_diagonal(const Sum<T>& N, int b, int k) {
+    T most = 0;
+    for (int c = threadIdx.x % 32; c < k; c += 32) most = max(most, N.at(b, c, c));
+    for (int offset = 16; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    return most;
 }
 
 // The shift with which a factorisation of a matrix with this largest element will not have to raise a pivot.
@@ -68,8 +70,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
     const auto board = Board<T>::make();
     T scale = 1, shift = 0, most = 0;
     if (kind == SEMIDEFINITE) {
-        for (int c = threadIdx.x % 32; c < k; c += 32) most = max(most, N.at(b, c, c));
-        most = warp_max(most);
+        most = largest_on_diagonal(N, b, k);
         scale = scale_of(most);
         most *= scale;
     }
@@ -140,9 +141,7 @@ __global__ void __launch_bounds__(THREADS)
     const bool settles = kind == SETTLE && (before & RAISED) == 0;
     T scale = 1, shift = 0;
     if (kind == SEMIDEFINITE) {
-        T most = 0;
-        for (int c = threadIdx.x % 32; c < k; c += 32) most = max(most, N[b][c * N.ld + c]);
-        most = warp_max(most);
+        const T most = largest_on_diagonal(Sum<T>{N, 1, 0}, b, k);
         scale = scale_of(most);
         if (again) shift = shift_of(most * scale, noise);
     }

@@ -35,9 +35,8 @@ T acceptable(int k) {
 }
 
 template <class T>
-void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
-            int* status, void* stream) {
-    const auto [batch, n, k] = size;
+void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations,
+            const int* before, int* status, void* stream) {
     if (deviations != nullptr)
         launch(deviation_kernel<T>, dim3(ceil_div(k, ROWS), 1, batch), THREADS, sizeof(T) * WARPS,
                static_cast<cudaStream_t>(stream), typed<T>(N), k, static_cast<T*>(deviations));
@@ -45,8 +44,8 @@ void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_ro
     const bool fits = staged <= std::min(STAGED_SHARED<T>, shared_limit());
     launch(fits ? finish_kernel<T, true> : finish_kernel<T, false>, dim3(1, 1, batch), THREADS,
            fits ? staged : finish_shared<T>(n, k, false), static_cast<cudaStream_t>(stream), typed<T>(N),
-           static_cast<const T*>(deviations), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept), typed<T>(Q), n, k, before,
-           status);
+           static_cast<const T*>(deviations), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept),
+           typed<T>(Q), n, k, before, status);
 }
 
 template <class T>
@@ -54,9 +53,10 @@ int block_columns() {
     return BLOCK<T>;
 }
 
-#define PROKL_INSTANTIATE(T)                                                                                    \
-    template void factor<T>(int, int, Sums, Kind, Factors, const int*, void*);                                  \
-    template void finish<T>(Size, Matrices, Sums, Matrices, Matrices, bool, void*, const int*, int*, void*);    \
+#define PROKL_INSTANTIATE(T)                                                                                  \
+    template void factor<T>(int, int, Sums, Kind, Factors, const int*, void*);                                \
+    template void finish<T>(int, int, int, Matrices, Sums, Matrices, Matrices, bool, void*, const int*, int*, \
+                            void*);                                                                           \
     template int block_columns<T>();
 
 }  // namespace prokl

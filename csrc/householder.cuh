@@ -150,12 +150,13 @@ __global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, 
 }
 
 // Q (B,n,k) stays where its Gram matrix N is within `acceptable` of the identity, in Frobenius' norm, unless what it was
-// made of is `wrong` (a bit of `before`, or 0). Elsewhere, and without N, it becomes Q of A's QR by Householder; of an A that is not finite `kept`, or NaN without it. `deviations`, if
-// given, are what deviation_kernel left of N. STAGED: A fits in shared memory; otherwise Q is worked on where it lies.
+// made of is `wrong` (a bit of `before`, or 0). Elsewhere, and without N, it becomes Q of A's QR by Householder; of an A
+// that is not finite `kept`, or NaN without it. `deviations`, if given, are what deviation_kernel left of N. STAGED: A
+// fits in shared memory; otherwise Q is worked on where it lies.
 template <class T, bool STAGED>
 __global__ void __launch_bounds__(THREADS, 1)
-    finish_kernel(Sum<T> N, const T* deviations, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept, Batch<T> Q, int n, int k,
-                  const int* before, int* status) {
+    finish_kernel(Sum<T> N, const T* deviations, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept,
+                  Batch<T> Q, int n, int k, const int* before, int* status) {
     const int b = blockIdx.z;
     T* partial = dynamic_shared<T>();
     const int done = before == nullptr ? 0 : before[b];
@@ -177,8 +178,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) status[b] = finite ? done | HOUSEHOLDER : NONFINITE;
     if (!finite) {
         for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
-            to[e / k * Q.ld + e % k] =
-                otherwise == nullptr ? QUIET_NAN<T> : otherwise[e / k * kept.ld + e % k];
+            to[e / k * Q.ld + e % k] = otherwise == nullptr ? QUIET_NAN<T> : otherwise[e / k * kept.ld + e % k];
         return;
     }
     T* place = STAGED ? scale + 2 * k : to;

@@ -5,11 +5,6 @@
 
 namespace prokl {
 
-// `batch` matrices of n rows and k columns.
-struct Size {
-    int batch, n, k;
-};
-
 // Device memory of row-major matrices: elements from one to the next, and from one row to the next. nullptr: none.
 struct Matrices {
     void* data;
@@ -40,15 +35,16 @@ struct Factors {
     int* status;       // (B)
 };
 
-// Defined for float and double. They enqueue kernels and return; std::runtime_error tells of a launch that failed.
+// Defined for float and double, of `batch` matrices of n rows and k columns. They enqueue kernels and return;
+// std::runtime_error tells of a launch that failed.
 // `before` (B): what has been done to a matrix up to here, or nullptr for nothing.
 template <class T>
 void factor(int batch, int k, Sums N, Kind kind, Factors factors, const int* before, void* stream);
 // `of_root`: Q is of a product with the root C that `before` tells of, and no Q of A's where that is none.
 // `deviations` (B,k / 64 rounded up), or nullptr where N is small: to work with.
 template <class T>
-void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
-            int* status, void* stream);
+void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations,
+            const int* before, int* status, void* stream);
 
 // Columns that one block of threads factors.
 template <class T>
