@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         accumulate<T>(sum, left, right, 0, min(k, column + BLOCK<T>));
         T* to = out[b] + first * out.ld + column;
         const int ld = static_cast<int>(out.ld);
-        for_each<T>(sum, [&](int i, int j, T& value) {
+        for_each<T>(sum, [&](int i, int j, T value) {
             if (i < rows && j < k - column) to[i * ld + j] = value;
         });
     }
@@ -182,20 +182,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int first = blockIdx.x * BLOCK<T>, rows = min(BLOCK<T>, above - first);
     T* to = out[b] + first * out.ld;
     const int ld = static_cast<int>(out.ld);
-    const auto store = [&](int i, int j, T value) {
-        if (i < rows && j < width) to[i * ld + j] = -value;
-    };
-    Accumulator<T> sum = {};
+    Accumulator<T> sum = {}, product = {};
     const Factor<T, true> left{F[b] + first * F.ld, static_cast<int>(F.ld), rows};
     const Factor<T, true> right{R[b], static_cast<int>(R.ld), width};
     accumulate<T>(sum, left, right, first, above);
-    for_each<T>(sum, store);
+    for_each<T>(sum, [&](int i, int j, T value) {
+        if (i < rows && j < width) to[i * ld + j] = -value;
+    });
     __syncthreads();  // what this block has just stored is the left factor now
-    for_each<T>(sum, [](int, int, T& value) { value = T(0); });
     const Factor<T, true> own{to, ld, rows};
     const Factor<T, false> triangle{corner[b], static_cast<int>(corner.ld), width};
-    accumulate<T>(sum, own, triangle, 0, width);
-    for_each<T>(sum, [&](int i, int j, T value) {
+    accumulate<T>(product, own, triangle, 0, width);
+    for_each<T>(product, [&](int i, int j, T value) {
         if (i < rows && j < width) to[i * ld + j] = value;
     });
 }
