@@ -3,9 +3,8 @@
 The module says so for certain: by its class, by its own settings, or by a name that stands for one layout wherever it
 is used. Interleaved pieces (Falcon's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
 
-Queries and keys divide by attention's heads. Their number is taken where the module that holds the projection, or the
-one that holds that, states it, and its rows are just so many heads. Nothing follows from a number that merely divides
-them.
+Queries and keys divide by attention's heads where a module states their number. Nothing follows from a number that
+merely divides the rows.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ class Layouts:
         if by_hand is None and (self._split_fused or self._counts.get(counted, 1) > 1):
             known = next((found for o in owners if (found := fused(o, rows))), None)
         split = self._pieces[by_hand] if by_hand is not None else None if known == 1 else known
-        sizes = [rows // split] * split if isinstance(split, int) else list(split or [rows])
+        sizes = [piece.rows for piece in shape.pieces(split)]
         why = "a piece would be 1x1" if cols == 1 and min(sizes) == 1 else None
         if sum(sizes) != rows or min(sizes) < 1:
             why = f"its output dimension is {rows}"
@@ -197,7 +196,8 @@ class Layouts:
         tall = p.ndim == 2 and rows == 3 * cols
         called = [_called(o) for o in owners if o.linear or o.conv1d or (tall and o.attr != "weight")]
         unsplit = split is None and by_hand is None and any(map(NAMED_AS_FUSED.fullmatch, called))
-        divided, words, told = None, "", self._counts.get(counted)
+        divided: list[int] = []
+        words, told = "", self._counts.get(counted)
         try:
             if told != 1 and (told or self._by_heads):
                 if told and known == 1:
@@ -210,9 +210,8 @@ class Layouts:
                     f"{counted}: {told} heads do not fit {route.names[0]!r} of shape {route.shape}: {why}. Give a "
                     "number that divides them, or 1 for a weight that stays as it is."
                 ) from None
-        if divided is not None:
-            sizes = divided
-            split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
+        if divided:
+            split = tuple(divided) if len({*divided}) > 1 else None if len(divided) == 1 else len(divided)
         elif unsplit and self._split_fused:
             note += "; whole, though named as fused (split= takes consecutive pieces)"
             suspect = next(filter(QKV.fullmatch, called), None)
@@ -222,7 +221,7 @@ class Layouts:
         told_so = (issubclass(o.cls, nn.Bilinear) or read(o.module, "is_transposed") is False for o in owners)
         if p.ndim == 3 and not transposed and not any(told_so):
             note += "; each read as (out, in) (transposed= reads it as (in, out))"
-        ranks = tuple(effective_rank(rank, min(size, cols), max(size, cols)) for size in sizes)
+        ranks = tuple(effective_rank(rank, piece.m, piece.n) for piece in shape.pieces(split))
         one = ranks[0] if len(set(ranks)) == 1 else ranks
         return replace(route, rank=one, reason=route.reason + note, transposed=transposed, split=split)
 
@@ -260,12 +259,12 @@ def _number(pattern: str, value: int) -> int:
 def _pieces(pattern: str, value: int | Sequence[int]) -> Split:
     """Return the split that a pattern gives, None for 1; ValueError for what is none."""
     split = plain(value)
-    sizes = (split,) if isinstance(split, int) else split if isinstance(split, tuple) else ()
+    sizes = split if isinstance(split, tuple) else (split,)
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(
             f"Invalid split[{pattern!r}]={value!r}: must be a number of equal pieces, at least 1, or their sizes."
         )
-    return sizes if not isinstance(split, int) else None if split == 1 else split
+    return None if split == 1 else split
 
 
 class NotByHeads(Exception):
@@ -274,17 +273,17 @@ class NotByHeads(Exception):
 
 def by_heads(
     owners: Sequence[Owner], transposed: bool, sizes: Sequence[int], told: int | None, unsplit: bool
-) -> tuple[list[int] | None, str]:
+) -> tuple[list[int], str]:
     """Divide the queries and keys of a weight, stored (in, out) if ``transposed``, by heads.
 
     ``sizes`` are the rows of its pieces, and ``told`` is the number of heads of the first one, None if modules state
     it. A weight is ``unsplit`` if its name is that of several matrices and it is read as one. Returns the rows of all
-    pieces and a note for the table, or None and "" if no piece makes queries or keys. Raises NotByHeads if no number
+    pieces and a note for the table, or none and "" if no piece makes queries or keys. Raises NotByHeads if no number
     fits.
     """
     o, letters = next(((o, roles) for o in owners if (roles := _roles(o, len(sizes)))), (owners[0], ""))
     if told is None and not letters:
-        return None, ""
+        return [], ""
     if o.p.ndim > 3:
         raise NotByHeads("it is a convolution, which stays whole")
     if not letters and len(sizes) > 1:
@@ -298,10 +297,12 @@ def by_heads(
             "2 for k and v, or all sizes"
         )
     of_which = {"*": "q, k and v ", "qkv": "q and k ", "kv": "k "}.get(letters, "")
-    rows = {role: size for role, size in zip(letters or "q", sizes, strict=True) if role != "v"}
+    pieces = [*zip(letters or "q", sizes, strict=True)]
     if letters == "*":
-        rows = {role: sizes[0] // 3 + sizes[0] % 3 * (role == "v") for role in "qkv"}
-    first = next(iter(rows))
+        third, rest = divmod(sizes[0], 3)
+        pieces = [("q", third), ("k", third), ("v", third + rest)]
+    rows = {role: size for role, size in pieces if role != "v" or letters == "*"}
+    first = pieces[0][0]
     if told:
         width, rest = divmod(rows[first], told)
         if rest:
@@ -315,8 +316,8 @@ def by_heads(
             raise NotByHeads(f"{heads} are not the {size} rows{f' of {role}' * (len(rows) > 1)}")
     if width < 2:
         raise NotByHeads(f"each of {counts[first]} would be one row")
-    divided: list[int] = [width] * (3 * counts["q"]) if letters == "*" else []
-    for role, size in zip(letters or "q", sizes, strict=True) if letters != "*" else ():
+    divided: list[int] = []
+    for role, size in pieces:
         divided += [width] * counts[role] if role in rows else [size]
     numbers = dict.fromkeys(str(counts[role]) for role in rows)  # of keys there may be fewer
     return divided, f"; {of_which}by heads: {' and '.join(numbers)} × {width}"

@@ -100,7 +100,7 @@ class OutputHeads:
             if isinstance(head, (nn.ModuleList, nn.ModuleDict)):  # each of them is one
                 for member in head.children():
                     state(member, why)
-            elif head in paths:
+            else:
                 inside = [path for path in matrices if path[: len(paths[head])] == paths[head]]
                 for end in [paths[head]] if paths[head] in inside else inside[-1:]:
                     self._stated[end] = f"output head, {why}"
@@ -194,15 +194,12 @@ class OutputHeads:
         pools = any(keys[: len(head)] == head and not _in_copy(keys) for keys in self._keys)
         if pools and _outputs(o) in self._inputs:
             return False  # SigLIP's head, which pools by attention
-        inside = self._inside(head)
+        inside = [layer for layer in self._layers if layer[: len(head)] == head]
         others = {*inside} - {path, head} - self._hidden
-        if path not in inside or any(_says_head(other[-1]) for other in others):
+        if any(_says_head(other[-1]) for other in others):
             return False  # decode_head.linear_fuse beside decode_head.classifier
         alone = len(inside) == 1 and path != head  # a dense alone comes before a head that lies elsewhere
-        return path == inside[-1] and not (alone and path[-1] == "dense")
-
-    def _inside(self, container: Path) -> list[Path]:
-        return [path for path in self._layers if path[: len(container)] == container]
+        return inside[-1:] == [path] and not (alone and path[-1] == "dense")
 
 
 def _in_copy(path: Path) -> bool:
