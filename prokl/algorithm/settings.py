@@ -269,6 +269,8 @@ PRO_BOUNDS: dict[str, Bound] = {
     "ns_dtype": one_of(None, torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 """Bounds of those that Pro-KLShampoo alone has."""
+ADAMW_BOUNDS: dict[str, Bound] = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
+"""Bounds of AdamW's settings that are numbers."""
 SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
 """Names that other packages give a setting, where they are not spelt nearly as here."""
 CONSTRUCTOR = {*COMMON_BOUNDS, *PRO_BOUNDS, *PRO_ADVANCED, "process_group"} - {"lr", "weight_decay", "rank"}
@@ -325,7 +327,7 @@ def check_adamw(group: Group) -> None:
             'A group with algorithm="adamw" needs its own lr: the matrix method\'s lr is in other units '
             "(AdamW's is usually around 1e-3)."
         )
-    for name, bound in {"lr": RATE, "betas": BETAS, "eps": NONNEGATIVE, "weight_decay": NONNEGATIVE}.items():
+    for name, bound in ADAMW_BOUNDS.items():
         check(name, group[name], bound)
     for name in ("amsgrad", "maximize", "capturable", "foreach", "fused"):
         choices = (True, False, None) if name in ("foreach", "fused") else (True, False)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.settings import (
-    BETAS,
+    ADAMW_BOUNDS,
+    COMMON_BOUNDS,
     FLAG,
-    NONNEGATIVE,
-    RANK,
-    RATE,
+    PRO_BOUNDS,
     check,
     check_known,
     clone_if_tensor,
@@ -169,17 +168,15 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
     check("names", names, FLAG)
-    lr, adamw_lr, weight_decay, adamw_weight_decay = map(plain, (lr, adamw_lr, weight_decay, adamw_weight_decay))
-    adamw_betas, adamw_eps, rank = map(plain, (adamw_betas, adamw_eps, rank))
-    check("lr", lr, RATE)
-    check("adamw_lr", adamw_lr, RATE)
-    if weight_decay is not None:
-        check("weight_decay", weight_decay, NONNEGATIVE)
-    check("adamw_weight_decay", adamw_weight_decay, NONNEGATIVE)
-    check("adamw_eps", adamw_eps, NONNEGATIVE)
-    check("adamw_betas", adamw_betas, BETAS)
-    if rank is not None:
-        check("rank", rank, RANK)
+    of_matrix: dict[str, Any] = {"lr": plain(lr)}
+    left_open = {"weight_decay": plain(weight_decay), "rank": plain(rank)}  # None is the optimizer's
+    of_matrix |= {name: value for name, value in left_open.items() if value is not None}
+    for name, value in of_matrix.items():
+        check(name, value, (COMMON_BOUNDS | PRO_BOUNDS)[name])
+    of_adamw: dict[str, Any] = {"lr": plain(adamw_lr), "betas": plain(adamw_betas), "eps": plain(adamw_eps)}
+    of_adamw["weight_decay"] = plain(adamw_weight_decay)
+    for name, value in of_adamw.items():
+        check(f"adamw_{name}", value, ADAMW_BOUNDS[name])
 
     owners = owners_of(model)
     check_classes(model, owners)
@@ -201,13 +198,13 @@ def param_groups(
     for p, of_p in owners.items():
         ruled = choose(of_p, heads_of_model.reason(of_p))
         route = overruled(ruled, of_p, *told, names)
-        own = own_settings(p, of_p[0].name) if route.algorithm == "adamw" else ()
         later |= ruled.algorithm == "matrix" and p.is_floating_point() and not p.requires_grad
         if route.algorithm == "frozen":
             routes.append(route)
             continue
         if route.algorithm == "matrix":
-            route = layouts.of(of_p, route, "auto" if rank is None else rank)
+            route = layouts.of(of_p, route, of_matrix.get("rank", "auto"))
+        own = own_settings(p, of_p[0].name)
         notes = ["_optim has " + ", ".join(f"{key}={value!r}" for key, value in own)] if own else []
         if route.decays and (by := next((by_mark[name] for name in route.names if name in by_mark), None)):
             route = replace(route, decays=False)
@@ -217,10 +214,9 @@ def param_groups(
         route = replace(route, reason="; ".join([route.reason, *notes]))
         routes.append(route)
         # Without names there is a matrix group for each way of reading a weight.
-        layout = (route.transposed, route.split) if route.algorithm == "matrix" and not names else ()
+        layout = () if names else (route.transposed, route.split)
         members.setdefault((route.algorithm, route.decays, own, layout), []).append((route, p))
-    suspicion = layouts.finish()
-    if suspicion:
+    if suspicion := layouts.finish():
         warnings.warn(suspicion, stacklevel=3)  # past the check of arguments
     if not later and not any(route.algorithm == "matrix" for route in routes):
         raise ValueError(
@@ -231,15 +227,14 @@ def param_groups(
     groups: list[dict[str, Any]] = []
     for key in sorted(members, key=lambda key: (key[0] != "matrix", key[2] != (), not key[1])):
         (algorithm, decays, own, _), of_group = key, [route for route, _ in members[key]]
-        group = {"params": [(route.names[0], p) if names else p for route, p in members[key]], "algorithm": algorithm}
-        if algorithm == "matrix":
-            group |= {"lr": clone_if_tensor(lr)} | ({} if weight_decay is None else {"weight_decay": weight_decay})
-            group |= ({} if rank is None else {"rank": rank}) | ({} if decays else {"weight_decay": 0.0})
-            for setting in ("transposed", "split"):
-                values = [getattr(route, setting) for route in of_group]
-                group |= {setting: values if names else values[0]} if any(values) else {}
-        else:
-            group |= {"lr": clone_if_tensor(adamw_lr), "betas": adamw_betas, "eps": adamw_eps}
-            group |= {"weight_decay": adamw_weight_decay if decays else 0.0} | dict(own)
+        params = [(route.names[0], p) if names else p for route, p in members[key]]
+        group: dict[str, Any] = {"params": params, "algorithm": algorithm}
+        group |= of_matrix if algorithm == "matrix" else of_adamw
+        group["lr"] = clone_if_tensor(group["lr"])
+        group |= {} if decays else {"weight_decay": 0.0}
+        group |= own
+        for setting in ("transposed", "split"):  # of matrices alone
+            values = [getattr(route, setting) for route in of_group]
+            group |= {setting: values if names else values[0]} if any(values) else {}
         groups.append(group)
     return ParamGroups(groups, routes, rank is not None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
-from prokl.algorithm.settings import BETAS, NONNEGATIVE, RATE, Bound, check, plain
+from prokl.algorithm.settings import ADAMW_BOUNDS, check, plain
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.routing.owners import Owner, asked, read
 from prokl.routing.routes import Algorithm, Route
@@ -30,7 +30,6 @@ ONE_IN_3D = {"XLNetRelativeAttention", "FunnelRelMultiheadAttention"}
 """Classes of transformers with matrices in three dimensions, (in, heads, rows of a head), which are no stacks."""
 Own = tuple[tuple[str, Any], ...]
 """Settings of a parameter's own, by name."""
-OWN: dict[str, Bound] = {"lr": RATE, "weight_decay": NONNEGATIVE, "betas": BETAS, "eps": NONNEGATIVE}
 
 
 def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -> dict[str, str]:
@@ -202,11 +201,11 @@ def own_settings(p: Tensor, name: str) -> Own:
         return ()
     own = {key: plain(value) for key, value in marked.items() if value is not None}
     for key, value in own.items():
-        if key not in OWN:
+        if key not in ADAMW_BOUNDS:
             raise ValueError(
-                f"Invalid _optim={dict(marked)!r} of {name!r}: {key!r} is none of {', '.join(OWN)}; remove it."
+                f"Invalid _optim={dict(marked)!r} of {name!r}: {key!r} is none of {', '.join(ADAMW_BOUNDS)}; remove it."
             )
-        check(f"_optim[{key!r}] of {name!r}", value, OWN[key])
+        check(f"_optim[{key!r}] of {name!r}", value, ADAMW_BOUNDS[key])
     return tuple(sorted(own.items()))
 
 
