@@ -56,7 +56,7 @@ def scalars(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) ->
     Raises:
         TypeError: another optimizer. ValueError: ``model`` without a weight of an optimizer that has no names.
     """
-    figures, _ = figures_of(unwrapped(optimizer).engine, model)
+    figures, _ = figures_of(unwrapped(optimizer).engine, model, {})
     return {f"prokl/{name}/{key}": value for name, own in figures.items() for key, value in own.items()}
 
 
@@ -115,14 +115,14 @@ def phi(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dic
 
 
 def figures_of(
-    engine: Engine, model: nn.Module | None, counts: dict[str, Tensor] | None = None
+    engine: Engine, model: nn.Module | None, counts: dict[str, Tensor]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the figures of :func:`scalars`, {weight: {figure: value}}, and ``counts``, by one wait for the device."""
     kept, measured = [], []
     for batch in batches(engine, model):
         kept.append((batch.names, batch.has_gradient))
         measured += [_of_state(batch.state), _of_gradient(batch)]
-    *host, counted = on_host([*measured, counts or {}])
+    *host, counted = on_host([*measured, counts])
     figures: dict[str, dict[str, float]] = {}
     for (names, has_gradient), of_state, of_gradient in zip(kept, host[::2], host[1::2], strict=True):
         for b, name in enumerate(names):

@@ -105,9 +105,8 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     }
     before: Mapping[str, Mapping[str, int]] = {} if since is None else since.totals
     gained = {key: _gained(now, before.get(key, {})) for key, now in totals.items()}
-    moving = [(weight, name or weight.name) for weight, name in named(inner.param_groups, model)]
-    moving = [(weight, name) for weight, name in moving if weight.p.requires_grad]
-    without = [name for weight, name in moving if weight.p.grad is None]
+    moving = [(w.p, name or w.name) for w, name in named(inner.param_groups, model) if w.p.requires_grad]
+    without = [name for p, name in moving if p.grad is None]
 
     numbers, worst = {}, {}
     for figure in dict.fromkeys((*MEDIANS, *WORST)):
@@ -122,13 +121,7 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     numbers["without_gradient"] = float(len(without))
     worst |= {count: gained[count].most_common(1)[0][0] for count in ("clipped", "skipped") if numbers[count]}
     worst |= {"without_gradient": without[0]} if without else {}
-    words = list(_words(numbers, worst, matrices, gained, without, len(moving)))
-    if waiting := [name for name, step in steps.items() if step < -EARLY]:
-        words.insert(
-            0,
-            f"{_some(waiting)}: none of {EARLY} gradients or more has been usable so far. They were zero, not finite, "
-            "or too small to square. See whether the weight is used, and the loss scale.",
-        )
+    words = list(_words(numbers, worst, matrices, steps, gained, without, len(moving)))
     flat = {f"prokl/{key}": value for key, value in numbers.items()}
     return Health(flat, {f"prokl/{key}": name for key, name in worst.items()}, words, totals)
 
@@ -145,11 +138,17 @@ def _words(
     of: Mapping[str, float],
     worst: Mapping[str, str],
     matrices: Mapping[str, Mapping[str, float]],
+    steps: Mapping[str, int],
     gained: Mapping[str, Counter[str]],
     without: Sequence[str],
     moving: int,
 ) -> Iterator[str]:
     """Yield a sentence for each number that looks wrong; ``without`` are those of ``moving`` that lack a gradient."""
+    if waiting := [name for name, step in steps.items() if step < -EARLY]:
+        yield (
+            f"{_some(waiting)}: none of {EARLY} gradients or more has been usable so far. They were zero, not finite, "
+            "or too small to square. See whether the weight is used, and the loss scale."
+        )
     if without and len(without) < moving:
         yield (
             f"{len(without)} of {moving} weights have no gradient ({_some(without)}) and do not move. Freeze what is "
