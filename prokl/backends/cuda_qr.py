@@ -211,9 +211,7 @@ def _launch(function: str, like: Tensor, *arguments: Any) -> None:
             f"Invalid shape={tuple(like.shape)}: must hold at most {MOST_MATRICES} matrices. Step a larger stack by "
             'backend="torch".'
         )
-    on_gpu = like.device.type == "cuda"
-    with torch.cuda.device(like.device if on_gpu else -1):
-        call(*arguments, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+    extension.enqueue(call, like.device, *arguments)
 
 
 def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

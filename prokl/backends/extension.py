@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -43,14 +45,12 @@ def load() -> tuple[ModuleType | None, str | None]:
 
 
 def _absence() -> str:
-    others = sorted(path.name for path in PACKAGE.glob("_C.*.so"))
-    installed = hidden()
-    if installed is not None:
+    if (installed := hidden()) is not None:
         return (
             f"the CUDA extension belongs to the prokl installed in {installed.parent}, which this source tree, "
             f"{PACKAGE.parent}, shadows: start Python in another folder, or pip install -e {PACKAGE.parent}"
         )
-    if others:
+    if others := sorted(path.name for path in PACKAGE.glob("_C.*.so")):
         return f"the CUDA extension was built for another Python ({', '.join(others)}): install prokl under this one"
     return "the CUDA extension is not built: install prokl with PROKL_BUILD_CUDA=1 where nvcc is"
 
@@ -82,6 +82,13 @@ def _outdated(module: ModuleType) -> str | None:
     )
 
 
+def enqueue(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:
+    """Call one of the extension's functions on the device's current stream."""
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device if on_gpu else -1):
+        function(*arguments, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+
+
 @cache
 def _failure(device: torch.device) -> str | None:
     """Try a launch, once a device, and return why it fails, with a warning: steps go on without the extension.
@@ -89,17 +96,16 @@ def _failure(device: torch.device) -> str | None:
     Versions do not tell all. PTX, which alone covers a GPU newer than those built for, needs a driver as new as the
     toolkit that made it, to the minor version.
     """
-    module, on_gpu = load()[0], device.type == "cuda"
+    module = load()[0]
+    assert module is not None
     try:
         t = torch.ones(3, dtype=torch.float32, device=device)
         used, (N, F, diagonal) = torch.empty(1, dtype=torch.int32, device=device), (x.data_ptr() for x in t)
-        with torch.cuda.device(device if on_gpu else -1):
-            stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
-            matrix, none = ((N, 1, 1), 1, 1), (0, 0, 0)
-            assert module is not None
-            module.float32.factor(1, 1, matrix, 0, none, (F, 1, 1), True, none, 0, diagonal, 0, used.data_ptr(), stream)
+        matrix, none = ((N, 1, 1), 1, 1), (0, 0, 0)
+        outputs = (none, (F, 1, 1), True, none, 0, diagonal, 0, used.data_ptr())
+        enqueue(module.float32.factor, device, 1, 1, matrix, 0, *outputs)
     except Exception as error:
-        remedy = f"; update the driver, or {_rebuild(device)}" if on_gpu else ""
+        remedy = f"; update the driver, or {_rebuild(device)}" if device.type == "cuda" else ""
         reason = f"a launch of the CUDA extension fails on {device} ({str(error).rstrip('.')}){remedy}"
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
         return reason
