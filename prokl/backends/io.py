@@ -57,9 +57,10 @@ class Member:
         return self.shape.oriented(W if W.untyped_storage().nbytes() else W.new_zeros(()).expand(W.shape))
 
     def write(self, weight: Tensor) -> None:
-        """Copy an oriented weight (c,m,n), which is a copy, into the parameter."""
-        region = self.shape.region(self.p)
-        region.copy_(self.shape.restored(weight, region))
+        """Copy an oriented weight (c,m,n) into the parameter, unless it lies there."""
+        if self.is_copy(weight):
+            region = self.shape.region(self.p)
+            region.copy_(self.shape.restored(weight, region))
 
     def is_copy(self, weight: Tensor) -> bool:
         """Return True if an oriented weight does not lie in the parameter's memory."""
@@ -184,8 +185,10 @@ class TorchIO:
     def locate(self, rates: Sequence[Rates]) -> None:
         """Take down where gradients and weights lie, and this step's rates; nothing waits for the device."""
         # 1 - lr weight_decay would lose most of a small decay in half precision.
-        wide = [each.lr.to(widest(each.lr.device)) if isinstance(each.lr, Tensor) else each.lr for each in rates]
-        self.rates = [each._replace(lr=lr) for each, lr in zip(rates, wide, strict=True)]
+        self.rates = [
+            each._replace(lr=each.lr.to(widest(each.lr.device))) if isinstance(each.lr, Tensor) else each
+            for each in rates
+        ]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Read the gradients, and tell which are finite and which are zero.
@@ -240,8 +243,7 @@ class TorchIO:
                     _decay(new, delta, kept, direction.cautious_decay)
                 if not in_place:
                     self.rounding.write(W, new, rows, moves)
-                if member.is_copy(W):
-                    member.write(W)
+                member.write(W)
 
     @staticmethod
     def store(slots: Sequence[Slot]) -> None:

@@ -52,11 +52,8 @@ def stochastic(x: Tensor, keys: Tensor) -> Tensor:
     """Round (c,m,n) float32 to bfloat16 at random: up with the probability of its distance from the lower neighbour.
 
     What bfloat16 holds stays as it is. From the largest bfloat16 on, and where it is not a number, x is rounded to
-    nearest: no finite number becomes infinite by chance.
-
-    Args:
-        x: float32.
-        keys: (c,) int64. The same key rounds alike, on every device, in PyTorch and in the kernel.
+    nearest: no finite number becomes infinite by chance. The same key of ``keys`` (c,), int64, rounds alike on every
+    device, in PyTorch and in the kernel.
     """
     up = ((x.view(torch.int32) + noise(keys, *x.shape[1:])) & -0x10000).view(torch.float32)
     return torch.where(x.abs() < LARGEST, up, x).to(torch.bfloat16)

@@ -283,24 +283,17 @@ class TritonIO(TorchIO):
         """Write into the tables what has changed since the last call."""
         a, gradients = self.layout, [p.grad for p in self._parameters if p.grad is not None]
         self._gradient_dtype = a.weight_dtype if all(g.dtype == a.weight_dtype for g in gradients) else a.dtype
-        # A lazily negated tensor lies nowhere: Member.gradient copies it.
-        complete = (
-            gradients if len(gradients) == len(self._parameters) and not any(map(Tensor.is_neg, gradients)) else []
-        )
-        forms = [
-            [g.shape for g in complete],
-            [g.stride() for g in complete],
-            [g.dtype for g in complete],
-            [g.device for g in complete],
-        ]
+        complete = gradients
+        if len(gradients) < len(self._parameters) or any(map(Tensor.is_neg, gradients)):
+            complete = []  # a lazily negated tensor lies nowhere: Member.gradient copies it
+        forms = [(g.shape, g.stride(), g.dtype, g.device) for g in complete]
         if complete and self.gradient_table.follow(complete, forms):
             self._gradients = complete
         else:
             self._gradients = [member.gradient(self._gradient_dtype) for member in self.members]
             self.gradient_table.update(self._gradients, self.counts, complete, forms)
-        strides = [
-            p.stride() for p in self._parameters
-        ]  # of another shape, dtype or device they would have another I/O
+        # Of another shape, dtype or device they would have another I/O.
+        strides = [p.stride() for p in self._parameters]
         if not self.weight_table.follow(self._parameters, strides):
             weights = [member.weight() for member in self.members]
             pairs = zip(self.members, weights, strict=True)

@@ -428,8 +428,7 @@ class SpecifiedBucket(Bucket):
                         if learns or key in ALWAYS_MOVE:
                             self.stacks[key][b] = value.to(self.stacks[key].dtype)
                 self.rounding.write(weight, W, rows, None if some is None else some.mask[rows])
-                if member.is_copy(weight):
-                    member.write(weight)
+                member.write(weight)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor) -> None:
         """Refresh in the coordinates of the eigenbases, where these are I: there rounding leaves idle rows alone.
