@@ -79,6 +79,15 @@ def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype):
         agree(decided(TRITON.admit, a), decided(evidence.admit, a))
 
 
+@pytest.mark.parametrize("admit", [TRITON.admit, evidence.admit], ids=["kernel", "PyTorch form"])
+def test_energies_in_parts_count_as_their_sum(admit):
+    """Halves and quarters add up without rounding. lambda_0 is one that comes down to 100 rms of the gradient."""
+    a = arguments(3, 5, 9, 4)
+    a["lambda_0"] = 100 / 0.97 * ((a["G_tilde"].square().sum(dim=(1, 2)) + a["e_res"].sum(dim=1)) / (5 * 9)).sqrt()
+    parts = torch.stack([a["e_res"] / 2, a["e_res"] / 4, a["e_res"] / 4], dim=1)
+    agree(decided(admit, a | {"e_res": parts}), decided(admit, a))
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_lambda_0_falls_to_the_rms_of_the_whole_gradient(size):
     """Energy beside the subspace is a millionth of it here, so that lambda_0 is what G~ says."""
