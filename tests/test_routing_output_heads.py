@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, net, of_class, routes
+from tests.routing import RATES, Conv1D, adamw, at, blocks, holding, linear, mlp, net, of_class, routes
 
 
 def answering(method, answer, layers, **parts):
@@ -88,6 +88,28 @@ HEADS = {
     "another's config": (
         holding(inner=configured({"num_labels": 7}, "h:blocks"), to=linear(8, 7), end=linear(8, 8)),
         {},
+    ),
+    "a transposed map": (
+        configured({"num_labels": 14}, "h:blocks", map=nn.ConvTranspose2d(8, 14, 3, groups=2, bias=False)),
+        {"map": "output head, config.num_labels = 14"},
+    ),
+    "a Conv1D": (
+        configured({"num_labels": 7}, "h:blocks", to=Conv1D(7, 8)),
+        {"to": "output head, config.num_labels = 7"},
+    ),
+    "as many labels as a token has rows": (
+        configured(
+            {"num_labels": 1}, "h:blocks to:8>1 end:8>8", marker=of_class("Own", cls_token=torch.zeros(1, 1, 8))
+        ),
+        {"to": "output head, config.num_labels = 1", "marker.cls_token": None},
+    ),
+    "bare parameters": (
+        net(
+            "h:blocks end:8>8",
+            own=of_class("Own", classifier=torch.zeros(5, 8)),
+            mtp=nn.ModuleList([of_class("Own", lm_head=torch.zeros(5, 8))]),
+        ),
+        {"own.classifier": NAMED, "mtp.0.lm_head": NAMED},
     ),
     "no counts": (configured({"num_labels": "7", "vocab_size": None}, "h:blocks to:8>7 end:8>8"), {}),
     "True is no count": (configured({"num_labels": True}, "h:blocks to_one:8>1"), {"to_one": LAST}),
@@ -229,7 +251,7 @@ def test_heads_of_models(model, heads):
 
 TAKERS = [linear(7, 5), nn.LayerNorm(7), nn.Conv2d(7, 5, 3), nn.ConvTranspose2d(7, 5, 3), nn.LSTM(7, 3)]
 TAKERS += [nn.MultiheadAttention(7, 1), nn.Embedding(3, 7), nn.Conv2d(14, 4, 3, groups=2)]
-TAKERS += [of_class("OwnConv1d", weight=torch.zeros(5, 7, 3))]
+TAKERS += [of_class("OwnConv1d", weight=torch.zeros(5, 7, 3)), of_class("Experts", up=torch.zeros(4, 7, 5))]
 
 
 @pytest.mark.parametrize("taken_by", TAKERS, ids=lambda module: type(module).__name__)
