@@ -1,5 +1,6 @@
 """The paper's values and run lengths against its text; searches list their runs in order; what their tables show."""
 
+import inspect
 import math
 from itertools import islice
 
@@ -7,7 +8,7 @@ import pytest
 
 from bench import rows
 from bench.models import CONFIGS
-from bench.optimizers import PRO, Hyper
+from bench.optimizers import OPTIMIZERS, OWN, PRO, Hyper
 from bench.presets import RUNS, preset
 from bench.rows import RESULTS, frame
 from bench.study import figures
@@ -15,6 +16,7 @@ from bench.study import lengths_tables as tables
 from bench.study.comparisons import COMPARISONS, selected
 from bench.study.lengths import FORMS, FURTHEST, LONG, Unit, at_default, tuned, units, wanted
 from bench.study.scales import TINY
+from tests.commands import ROOT
 
 MODEL = "gpt2-tiny"
 
@@ -60,6 +62,15 @@ def test_finished_searches_have_the_runs_that_the_rules_ask_for(lengths, forms, 
     of_forms = {unit for unit in recorded if unit.steps in lengths and unit.form in forms and unit.seed in seeds}
     former = {unit for unit in of_forms if (unit.form, unit.steps, unit.lr) == (PRO, 400, 0.015)}  # default of before
     assert {unit for unit in losses if unit.form in forms} == of_forms - former
+
+
+def test_results_say_which_default_rate_is_not_the_classs():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for form in FORMS.values():
+        if form.default.method in OWN and form.default.preset is None:
+            own = inspect.signature(OPTIMIZERS[form.default.method].make).parameters["lr"].default
+            if form.default.lr != own:
+                assert f"`lr` of {form.default.lr}, not its default {own}" in " ".join(results.split())
 
 
 def test_a_search_without_a_minimum_goes_down_and_ends():

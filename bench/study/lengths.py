@@ -83,10 +83,10 @@ FORMS: dict[str, Form] = {
         "online-kl-shampoo", 9.434e-2, -5, -4, f"Online KL-Shampoo{_FASTER}", momentum=0.9, beta2=0.9
     ),
 }  # fmt: skip
-"""Forms by name, in the order in which they are trained. Rates are README's of this package, the class's of torch's
-AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors' of both its forms, and of the others those of the
-packages' classes; centres were chosen after the runs of 400 steps that findings.md has, and for methods without one by
-analogy."""
+"""Forms by name, in the order in which they are trained. Rates are README's of Pro-KLShampoo, a small model's of
+KL-Shampoo and not its class's, the class's of torch's AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors'
+of both its forms, and of the others those of the packages' classes; centres were chosen after the runs of 400 steps
+that findings.md has, and for methods without one by analogy."""
 
 
 @dataclass(frozen=True)
