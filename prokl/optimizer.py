@@ -40,8 +40,8 @@ class ProKLShampoo(MatrixOptimizer):
     where G^ is the momentum gradient, G^par = G^ U, G^perp = G^ - G^par U^T, NS is Newton-Schulz orthogonalisation, and
     c_a = sqrt(max(1, rows / cols)). docs/algorithm.md has all of it.
 
-    The first usable gradient of a weight only initialises its state, as in the paper: an optimizer that is made anew
-    for every step moves no matrix, so keep one, or load its state. A non-finite gradient leaves its matrix alone,
+    The first usable gradient of a weight only initialises its state, as in KL-Shampoo's code: an optimizer that is made
+    anew for every step moves no matrix, so keep one, or load its state. A non-finite gradient leaves its matrix alone,
     and in a stack all of its matrices. Groups with ``algorithm="adamw"`` go to PyTorch's AdamW;
     :func:`prokl.param_groups` makes them. docs/settings.md explains every setting, the keys of a group, and the state.
 
@@ -143,7 +143,7 @@ class KLShampoo(MatrixOptimizer):
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
         advanced: as in :class:`ProKLShampoo`, without Newton-Schulz's. ``eps`` damps the product of both sides once.
 
-    The authors' form has init_eigenvalue=0.1 and clip_threshold=None.
+    The authors' form has init_eigenvalue=0.1 and clip_threshold=None, in their code with momentum=0.9 and beta2=0.98.
 
     Raises:
         TypeError: ``params`` is a module, ``process_group`` no group, or an argument is unknown.
