@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 from functools import cache
 
 import numpy as np
@@ -339,6 +340,28 @@ def test_one_rank_may_be_asked_alone(pools):
     own = {key.split("/")[1]: figure for key, figure in scalars.items() if key.endswith("/spread_L")}
     assert health.numbers["prokl/spread_L_median"] == np.median([*own.values()])  # of this rank's matrices
     assert {name for name, steps in health.totals["steps"].items() if steps >= 0} == own.keys()
+
+
+def all_figures(how):
+    """Return every figure of this rank's matrices before a step at another rate than that of the last one."""
+    run = Run(how).train(0, 5)
+    run.optimizer.param_groups[0]["lr"] = 0.01
+    give(run.weights, 5)
+    return diagnostics.scalars(run.optimizer), diagnostics.phi(run.optimizer)
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicas", "fsdp"])
+def test_the_figures_of_all_ranks_are_those_of_one_process(how, pools):
+    """An expert has them under its own number. What lies in parts on the ranks has those of its state alone."""
+    expected, found = all_figures("alone"), pools[2].run(all_figures, how)
+    assert "prokl/experts[5]/whitened_size" in expected[0] and "experts2.1[4]" in expected[1]
+    for figures, (first, second) in zip(expected, zip(*found, strict=True), strict=True):
+        if how == "fsdp":
+            kept = re.compile(r"(prokl/)?(experts|row)|.*/(clipped|spread_L|orthogonality)")
+            figures = {key: figure for key, figure in figures.items() if kept.match(key)}
+        assert not first.keys() & second.keys() and first.keys() | second.keys() == figures.keys()
+        for key, figure in (first | second).items():
+            np.testing.assert_allclose(figure, figures[key], rtol=1e-6, atol=1e-9, err_msg=key)
 
 
 def refusals():

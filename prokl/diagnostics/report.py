@@ -19,7 +19,7 @@ from prokl.algorithm.settings import RANK, check
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import on_device, without_autocast
 from prokl.backends.io import in_float32
-from prokl.diagnostics.weights import Batch, batches, unwrapped
+from prokl.diagnostics.weights import Batch, batches, lent, unwrapped
 from prokl.engine.engine import Engine
 from prokl.matrix_optimizer import MatrixOptimizer
 
@@ -56,7 +56,8 @@ def scalars(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) ->
     Raises:
         TypeError: another optimizer. ValueError: ``model`` without a weight of an optimizer that has no names.
     """
-    figures, _ = figures_of(unwrapped(optimizer).engine, model, {})
+    with lent(unwrapped(optimizer)) as engine:
+        figures, _ = figures_of(engine, model, {})
     return {f"prokl/{name}/{key}": value for name, own in figures.items() for key, value in own.items()}
 
 
@@ -106,11 +107,12 @@ def phi(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None) -> dic
     average over several, as the paper does over ten. Arguments and errors as in :func:`scalars`.
     """
     by_weight: dict[str, Tensor] = {}
-    for batch in batches(unwrapped(optimizer).engine, model):
-        if batch.gradient is not None:
-            Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
-            moments = Y.mT @ Y
-            by_weight |= {name: moments[b] for b, name in enumerate(batch.names) if batch.has_gradient[b]}
+    with lent(unwrapped(optimizer)) as engine:
+        for batch in batches(engine, model):
+            if batch.gradient is not None:
+                Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
+                moments = Y.mT @ Y
+                by_weight |= {name: moments[b] for b, name in enumerate(batch.names) if batch.has_gradient[b]}
     return by_weight
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from prokl.backends.device import without_autocast
 from prokl.diagnostics.report import figures_of
-from prokl.diagnostics.weights import counts, named, unwrapped
+from prokl.diagnostics.weights import counts, lent, named, unwrapped
 from prokl.matrix_optimizer import MatrixOptimizer
 
 MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
@@ -73,7 +73,7 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
     no gradient now.
 
     If the work is divided, each rank has the numbers of the matrices that it steps, and waits for no other; figures
-    that need gradients are there only for weights that lie whole on their owner, as under DDP.
+    that need gradients are there only for matrices that lie whole on their owner, as under DDP.
 
     Args:
         optimizer: as in :func:`scalars`.
@@ -91,8 +91,9 @@ def health(optimizer: MatrixOptimizer | Any, model: nn.Module | None = None, sin
             "not its numbers."
         )
     inner = unwrapped(optimizer)
-    steps, stopped = counts(inner.engine, model)
-    matrices, skipped = figures_of(inner.engine, model, stopped)
+    with lent(inner) as engine:
+        steps, stopped = counts(engine, model)
+        matrices, skipped = figures_of(engine, model, stopped)
     for own in matrices.values():
         bases = [value for figure, value in own.items() if figure.startswith("orthogonality_")]
         own["orthogonality"] = math.nan if any(map(math.isnan, bases)) else max(bases)

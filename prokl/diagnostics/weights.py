@@ -6,6 +6,7 @@ Dimension key: B matrices, m short side, n long side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,11 @@ def unwrapped(optimizer: Any) -> MatrixOptimizer:
             "pass the optimizer itself."
         )
     return optimizer
+
+
+def lent(optimizer: MatrixOptimizer) -> AbstractContextManager[Engine]:
+    """Give the engine that steps what this process steps, with the gradients that lie here."""
+    return nullcontext(optimizer.engine) if (own := optimizer._division) is None else own.lent(optimizer._outer)
 
 
 def named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Weight, str | None]]:
@@ -126,8 +132,8 @@ def _batch(
 
 
 def matrix_name(member: Member, name: str, b: int) -> str:
-    """Return ``name[b]`` for a matrix of a stack, else the name."""
-    return f"{name}[{b}]" if member.p.ndim == 3 else name
+    """Return the name, and for a matrix of a stack its place in the whole one: ``b`` counts from what this rank has."""
+    return f"{name}[{member.first + b}]" if member.p.ndim == 3 else name
 
 
 def counts(engine: Engine, model: nn.Module | None) -> tuple[dict[str, int], dict[str, Tensor]]:

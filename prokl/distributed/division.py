@@ -215,6 +215,23 @@ class Division:
             if weight.stand_in is not None and p in outer.state:
                 self.engine.state[weight.stand_in] = outer.state[p]
 
+    @contextmanager
+    def lent(self, outer: Engine) -> Iterator[Engine]:
+        """Give the engine of the stand-ins, with the rates, weights and gradients of the next step; send nothing.
+
+        What does not lie on this rank has no gradient then.
+        """
+        for group, local_group in zip(outer.groups, self.engine.groups, strict=False):  # one may have been added since
+            local_group["lr"] = group["lr"]
+        lending = [weight for weight in self.weights.values() if weight.lends()]
+        try:
+            for weight in lending:
+                weight.fill_stand_in()
+            yield self.engine
+        finally:
+            for weight in lending:
+                weight.release()
+
     def check_unbroken(self, what: str) -> None:
         """Raise RuntimeError where weights and state are of two steps."""
         if self.broken is not None:

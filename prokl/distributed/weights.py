@@ -150,6 +150,12 @@ class LocalWeight:
             stand_in.grad_dtype = gradient.dtype  # a torch without it has no such gradients
         stand_in.grad = gradient
 
+    def lends(self) -> bool:
+        """Return True if this rank steps a matrix that lies on it, and its gradient is there without a message."""
+        p, g = self.p, self.p.grad
+        placed = is_dtensor(g) and is_dtensor(p) and g.placements != p.placements
+        return bool(self.shapes) and self.stand_in is not None and self.here and not placed
+
     def release(self) -> None:
         """Keep no gradient alive."""
         self.gradient = None
