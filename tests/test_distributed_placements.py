@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import prokl
 from prokl import diagnostics, param_groups
 from prokl.backends.device import is_host_readable
+from prokl.distributed.weights import local
 from tests.distributed.checkpoints import gathered, read, refuse, resume, save_and_go_on
 from tests.distributed.placements import (
     BAD,
@@ -323,7 +325,9 @@ def test_half_of_a_sharded_matrix_moves_and_none_of_adamws(pools):
 
 def asked_of_one_rank():
     """Ask the first rank alone, while the others wait for nothing; return what it said."""
-    optimizer = Run("mixed, divided").train(0, 3).optimizer
+    run = Run("mixed, divided").train(0, 3)
+    give(run.weights, 3, place=[Shard(0)])  # which all ranks of a mesh would have to place otherwise
+    optimizer = run.optimizer
     if dist.get_rank():
         return None
     found = [optimizer.state_dict(), optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer)]
@@ -347,7 +351,12 @@ def all_figures(how):
     run = Run(how).train(0, 5)
     run.optimizer.param_groups[0]["lr"] = 0.01
     give(run.weights, 5)
-    return diagnostics.scalars(run.optimizer), diagnostics.phi(run.optimizer)
+    found = diagnostics.scalars(run.optimizer), diagnostics.phi(run.optimizer)
+    its = [StorageWeakRef(local(p.grad).untyped_storage()) for p in run.weights.values() if p.grad is not None]
+    for p in run.weights.values():
+        p.grad = None
+    assert its and all(storage.expired() for storage in its)  # nothing keeps a gradient
+    return found
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicas", "fsdp"])
