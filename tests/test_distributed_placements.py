@@ -370,7 +370,8 @@ def test_the_figures_of_all_ranks_are_those_of_one_process(how, pools):
             figures = {key: figure for key, figure in figures.items() if kept.match(key)}
         assert not first.keys() & second.keys() and first.keys() | second.keys() == figures.keys()
         for key, figure in (first | second).items():
-            np.testing.assert_allclose(figure, figures[key], rtol=1e-6, atol=1e-9, err_msg=key)
+            # Batches of other sizes round otherwise, in float64: less than 1e-13 was found.
+            np.testing.assert_allclose(figure, figures[key], rtol=1e-12, atol=1e-12, err_msg=key)
 
 
 def refusals():
