@@ -316,6 +316,7 @@ NORMED = {
     "weight_norm": nn.utils.parametrizations.weight_norm,
     "spectral_norm": nn.utils.parametrizations.spectral_norm,
     "former weight_norm": nn.utils.weight_norm,
+    "former weight_norm, of one norm": lambda layer: nn.utils.weight_norm(layer, dim=None),  # a gain without dimensions
     "former spectral_norm": nn.utils.spectral_norm,
 }
 

@@ -75,8 +75,8 @@ class OutputHeads:
             self._closing = self._closing_layers(owners, matrices)
 
     def reason(self, owners: Sequence[Owner]) -> str | None:
-        """Return why a parameter is an output head under one of its names, or None where it is none."""
-        return next((reason for o in owners if (reason := self._reason(o))), None)
+        """Return why a matrix is an output head under one of its names, or None where it is none, or no matrix."""
+        return next((reason for o in owners if o.p.ndim >= 2 and (reason := self._reason(o))), None)
 
     def _reason(self, o: Owner) -> str | None:
         if o.path in self._stated:
