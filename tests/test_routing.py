@@ -9,7 +9,7 @@ from torch import nn
 
 import prokl
 from prokl import param_groups
-from tests.inputs import KL, PRO
+from tests.inputs import KL, PRO, normal
 from tests.routing import GPT, GUESS, HINT, RATES, Block, blocks, by_name, experts, holding, linear, of_class, routes
 from tests.training import train
 
@@ -181,7 +181,7 @@ def test_parametrized_modules_are_read_through():
     model = holding(
         embed=spectral_norm(nn.Embedding(9, 4)),
         lm_head=spectral_norm(linear(4, 9)),
-        body=nn.utils.parametrizations.orthogonal(linear(4, 8)),
+        body=nn.utils.parametrizations.orthogonal(linear(8, 8)),
         normed=weight_norm(linear(4, 8)),
         conv=weight_norm(nn.Conv2d(4, 8, 3, bias=False)),
         words=weight_norm(nn.Embedding(9, 4)),
@@ -189,6 +189,27 @@ def test_parametrized_modules_are_read_through():
     found = by_name(model)
     matrices = {name.replace(".parametrizations.weight", "") for name, r in found.items() if r.algorithm == "matrix"}
     assert len(found) == 9 and matrices == {"body.original", "normed.original1", "conv.original1"}
+
+
+def test_an_orthogonal_layer_stays_orthogonal():
+    """The diagonal of Householder vectors holds signs: where it moves, columns of the weight become zero."""
+    orthogonal = nn.utils.parametrizations.orthogonal
+    parts = {"tall": linear(8, 12), "wide": linear(12, 8), "square": linear(8, 8), "words": nn.Embedding(12, 8)}
+    model = holding(**{name: orthogonal(part) for name, part in parts.items()})
+    groups = param_groups(model, **RATES, adamw_weight_decay=0.1)
+    assert {r.names[0].split(".")[0]: r.algorithm for r in groups.routes} == {
+        "tall": "adamw", "wide": "adamw", "square": "matrix", "words": "adamw"
+    }  # fmt: skip
+    before = {name: part.weight.detach().clone() for name, part in model.named_children()}
+    optimizer = PRO(groups)
+    for call in range(3):
+        optimizer.zero_grad()
+        sum((part.weight * normal(*part.weight.shape, seed=call)).sum() for part in model.children()).backward()
+        optimizer.step()
+    for name, part in model.named_children():
+        Q = part.weight.detach() if name != "wide" else part.weight.detach().mT
+        assert not torch.equal(part.weight, before[name])
+        torch.testing.assert_close(Q.mT @ Q, torch.eye(8), atol=1e-5, rtol=0, msg=name)
 
 
 class Product(nn.Module):

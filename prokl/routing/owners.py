@@ -43,6 +43,7 @@ class Owner:
         in_proj: True for the three fused projections of ``nn.MultiheadAttention``.
         recurrent: True for the weight of a recurrent module.
         gated: True for such a one that maps to all gates at once (weight_hr, an LSTM's projection, does not).
+        reflections: True for what torch's orthogonal parametrization makes a weight of by Householder reflections.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Owner:
         path: tuple[str, ...],
         written: str,
         closes: int,
+        reflections: bool,
     ) -> None:
         cls = type(module)
         self.p, self.name, self.module, self.cls, self.kind = p, name, module, cls, cls.__name__
         self.around, self.path, self.written, self.closes = around, path, written, closes
+        self.reflections = reflections
         self.attr, self.last = written.lower(), path[-1] if path else ""
         weight = self.attr == "weight"
         self.linear = weight and (issubclass(cls, nn.Linear) or "Linear" in self.kind)
@@ -102,7 +105,8 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
             written = "weight" if _normed(module, attr) else attr
-            owners.setdefault(p, []).append(Owner(p, name, way[-1], around, path, written, closes))
+            reflections = written == parametrized and _reflects(module)
+            owners.setdefault(p, []).append(Owner(p, name, way[-1], around, path, written, closes, reflections))
     return owners
 
 
@@ -113,6 +117,12 @@ def _normed(module: nn.Module, attr: str) -> bool:
     held = module._parameters
     named = attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held)
     return named and "weight" not in held and isinstance(read(module, "weight"), Tensor)
+
+
+def _reflects(module: nn.Module) -> bool:
+    """Return True if the first of a weight's parametrizations is torch's orthogonal one by reflections."""
+    how = read(next(module.children(), None), "orthogonal_map")
+    return read(how, "name") == "householder"
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:

@@ -155,6 +155,8 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
         return to("adamw", f"has settings of its own, {what}")
     if first(lambda o: o.raw and o.attr != "weight" and ELEMENTWISE.search(o.attr) is not None):
         return to("adamw", f"acts element by element by its name, {what}", decays=False)
+    if first(lambda o: o.reflections):
+        return to("adamw", f"Householder vectors, with signs that must not move, {what}", decays=False)
     if o := first(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
         reason = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
