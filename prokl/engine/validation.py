@@ -138,10 +138,10 @@ def check_weight(weight: Weight) -> None:
     wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
     wrapped = is_dtensor(p) or (wrapper and not weight.matrix)
     if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
-        raise ValueError(
-            f"{name} is a tensor {reason}; a step needs plain memory: use p.resolve_neg(), p.contiguous() or "
-            "p.to_dense(), or put a matrix that is none into an AdamW group."
-        )
+        cure = "send it to AdamW, as by adamw=[...] of prokl.param_groups, or train a plain tensor"
+        if not wrapper:
+            cure = "use p.resolve_neg(), p.contiguous() or p.to_dense()"
+        raise ValueError(f"{name} is a tensor {reason}; the step needs plain memory: {cure}.")
 
 
 def check_gradient(weight: Weight, is_stepped: bool = True) -> None:
