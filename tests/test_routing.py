@@ -428,11 +428,15 @@ def test_what_acts_element_by_element_goes_to_adamw_undecayed(name):
     assert [n for n, _ in group["params"]] == [name] and group["weight_decay"] == 0.0
     assert told(groups)[name].reason == f"acts element by element by its name, {name} of Module"
     assert destination(linear(8, 4), name) == ("matrix", "linear layer")  # a layer of that name does not
+    several = holding(**{name: nn.ParameterList([torch.ones(8, 4)])})
+    assert routes(several)[f"{name}.0"].reason == "acts element by element by its name, 0 of ParameterList"
 
 
 @pytest.mark.parametrize("name", ["W_u", "time_maa_w1", "time_decay_w2", "catalog", "mixed", "B", "weights_real"])
 def test_a_modules_own_parameters_are_matrices_by_a_guess(name):
     assert destination(torch.ones(8, 4), name) == ("matrix", f"2-D, {name} of Module{GUESS}")
+    several = holding(**{name: nn.ParameterDict({"x": torch.ones(8, 4)})})
+    assert routes(several)[f"{name}.x"].reason == f"2-D, x of ParameterDict{GUESS}"
     known = holding(attn=nn.MultiheadAttention(8, 2, kdim=4), up=of_class("Linear1bit", weight=torch.ones(8, 8)))
     assert "taken for" not in str(param_groups(known, **RATES))
 

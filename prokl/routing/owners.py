@@ -43,6 +43,7 @@ class Owner:
         in_proj: True for the three fused projections of ``nn.MultiheadAttention``.
         recurrent: True for the weight of a recurrent module.
         gated: True for such a one that maps to all gates at once (weight_hr, an LSTM's projection, does not).
+        container: True if it is one of several that a module lists, whose name counts for each.
         reflections: True for what torch's orthogonal parametrization makes a weight of by Householder reflections.
     """
 
@@ -75,11 +76,11 @@ class Owner:
         self.in_proj = issubclass(cls, nn.MultiheadAttention) and self.attr == "in_proj_weight"
         self.recurrent = issubclass(cls, (nn.RNNBase, nn.RNNCellBase)) and self.attr.startswith("weight")
         self.gated = self.recurrent and issubclass(cls, GATED) and not self.attr.startswith("weight_hr")
+        self.container = issubclass(cls, (nn.ParameterList, nn.ParameterDict))
 
     def says(self, pattern: re.Pattern[str]) -> bool:
         """Return True if a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
-        container = issubclass(self.cls, (nn.ParameterList, nn.ParameterDict))
-        parts = (self.last, self.attr) if container or self.attr == "weight" else (self.attr,)
+        parts = (self.last, self.attr) if self.container or self.attr == "weight" else (self.attr,)
         return self.raw and any(pattern.search(part) for part in parts)
 
 

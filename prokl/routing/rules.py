@@ -153,7 +153,7 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
         return to("adamw", f"marked _no_weight_decay, {what}", decays=False)
     if p.__dict__.get("_optim"):
         return to("adamw", f"has settings of its own, {what}")
-    if first(lambda o: o.raw and o.attr != "weight" and ELEMENTWISE.search(o.attr) is not None):
+    if first(lambda o: o.attr != "weight" and o.says(ELEMENTWISE)):
         return to("adamw", f"acts element by element by its name, {what}", decays=False)
     if first(lambda o: o.reflections):
         return to("adamw", f"Householder vectors, with signs that must not move, {what}", decays=False)
@@ -187,7 +187,7 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
         return to("matrix", f"{o.written} of {o.kind}" + (", gates fused" if o.gated else ""))
     if p.ndim == 3:
         return to("matrix", f"stack of {shape.count}, {what}")
-    own = all(o.attr != "weight" and not o.cls.__module__.startswith("torch.nn.") for o in owners)
+    own = all(o.attr != "weight" and (o.container or not o.cls.__module__.startswith("torch.nn.")) for o in owners)
     guess = ", taken for a factor of products (adamw= if it acts element by element)" if own else ""
     return to("matrix", f"2-D, {what}{guess}")
 
