@@ -85,6 +85,10 @@ def test_state_goes_to_no_weight_of_another_name_without_a_word(cls, apart):
         here = build(*names)
         with refused(here, "weights in another order: weight [01] is '[ab]' there and '[bcx]' here"):
             here.load_state_dict(there)
+    for names, says in ((("a", "c"), "2: 'b' is there alone"), (("a", "b", "c", "new"), "4: 'new' is here alone")):
+        here = build(*names)
+        with refused(here, f"^The loaded state dict has 3 weights and this optimizer {says}"):
+            here.load_state_dict(there)
     here = build("a", "new", "c")
     with told_once("other names for 1 of 3 weights: weight 1 is 'b' there and 'new' here", __file__):
         here.load_state_dict(there)

@@ -164,8 +164,20 @@ def _names(group: Group) -> list[str]:
 
 
 def _check_order(there: list[str], here: list[str]) -> None:
-    """Raise ValueError where state, which goes by place, would go to a weight of another name that is here, too."""
-    if len(there) != len(here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
+    """Raise ValueError where state, which goes by place, would go to a weight of another name that is here, too.
+
+    So it is of different numbers of weights, which torch refuses without a name.
+    """
+    if not (there and here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
+        return
+    if len(there) != len(here):
+        for name in [*there, *here] if {*there} != {*here} else ():
+            if (name in there) != (name in here):
+                raise ValueError(
+                    f"The loaded state dict has {len(there)} weights and this optimizer {len(here)}: {name!r} is "
+                    f"{'there' if name in there else 'here'} alone, and state goes by place. Make the model and its "
+                    "groups as they were when it was saved, or load the model alone and begin with an empty state."
+                )
         return
     for i, name in enumerate(there):
         if name != here[i] and name in here:
