@@ -233,10 +233,16 @@ class MatrixOptimizer(Optimizer):
         part, which that rank alone can load; :meth:`gather_state_dict` makes a whole one.
 
         Raises:
+            KeyError: there is state of a weight that is in no group.
             RuntimeError: the last step of a divided optimizer broke off.
         """
-        for index, group in enumerate(self.param_groups):
-            named(group, index)  # raises where names no longer fit
+        held = {p for i, group in enumerate(self.param_groups) for p, _ in named(group, i)}  # raises where no name fits
+        for p in self.state:
+            if isinstance(p, Tensor) and p not in held:
+                raise KeyError(  # as torch's, which says a number alone
+                    f"The state has an entry of a weight of shape {tuple(p.shape)}, which is in no group: put the "
+                    "weight back where it was removed or replaced, or remove the entry, optimizer.state.pop(p)."
+                )
         if self._division is not None:
             self._division.check_unbroken("state_dict()")
         first = self.register_state_dict_post_hook(self._exported, prepend=True)
