@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from prokl import param_groups
 from tests.routing import HINT, RATES, Conv1D, holding, linear, of_class
@@ -122,6 +123,24 @@ def test_a_normed_weight_is_read_as_its_layer_stores_it(norm):
         assert [r.transposed for r in found] == [True]
     assert [r.transposed for r in routes(norm(Conv1D(20, 8))).values() if r.shape == (8, 20)] == [True]
     assert not any(r.transposed for r in routes(norm(nn.Conv2d(4, 16, 3, bias=False))).values())
+
+
+WRAPPERS_OF_A_WEIGHT = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "former weight_norm": nn.utils.weight_norm,
+    "former spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda module, name: prune.random_unstructured(module, name, 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("wrap", WRAPPERS_OF_A_WEIGHT.values(), ids=WRAPPERS_OF_A_WEIGHT)
+def test_a_fused_weight_divides_under_a_norm_or_a_mask(wrap):
+    for layer, name in ((nn.MultiheadAttention(16, 2), "in_proj_weight"), (nn.LSTM(8, 12), "weight_hh_l0")):
+        plain = routes(layer)[name]
+        wrapped = wrap(layer, name)
+        (route,) = (r for r in routes(wrapped).values() if r.shape == plain.shape and name in r.names[0])
+        assert (route.split, route.reason.replace("Parametrized", "")) == (plain.split, plain.reason)
 
 
 def test_reasons_say_how_a_weight_is_read():

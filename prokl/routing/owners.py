@@ -30,7 +30,7 @@ class Owner:
         around: the module that holds this one, past any wrapper, then the next one outwards, up to the model.
         path: the module's path in lower case, without wrappers.
         last: the last component of that; "" of the model itself.
-        written: the parameter's own name; "weight" of the one that a norm of weights makes a weight of.
+        written: the parameter's own name; of one that a norm of weights or a mask makes a weight of, the weight's.
         attr: the same in lower case.
         closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
         linear: True for the weight of a linear layer, torch's or one named so.
@@ -105,19 +105,26 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
-            written = "weight" if _normed(module, attr) else attr
+            written = _made_into(module, attr)
             reflections = written == parametrized and _reflects(module)
             owners.setdefault(p, []).append(Owner(p, name, way[-1], around, path, written, closes, reflections))
     return owners
 
 
-def _normed(module: nn.Module, attr: str) -> bool:
-    """Return True if torch's weight norm, former spectral norm or pruning computes the layer's weight from it."""
+def _made_into(module: nn.Module, attr: str) -> str:
+    """Return the name of what torch's weight norm, former spectral norm or pruning computes from a parameter.
+
+    It is the parameter's own where none does.
+    """
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
-        return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
+        return attr.removesuffix("_original1") if type(module[0]).__name__ == "_WeightNorm" else attr
     held = module._parameters
-    named = attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held)
-    return named and "weight" not in held and isinstance(read(module, "weight"), Tensor)
+    for suffix in ("_orig", "_v"):
+        made = attr.removesuffix(suffix)
+        known = made != attr and made not in held and (suffix == "_orig" or f"{made}_g" in held)
+        if known and isinstance(read(module, made), Tensor):
+            return made
+    return attr
 
 
 def _reflects(module: nn.Module) -> bool:
