@@ -335,7 +335,9 @@ class MatrixOptimizer(Optimizer):
                 super().load_state_dict(state_dict)
             finally:
                 last_hook.remove()
-        for message in checkpoint.differing(before, self.param_groups, self.state, self.method):
+        for message in checkpoint.differing(
+            state_dict["param_groups"], before, self.param_groups, self.state, self.method
+        ):
             warnings.warn(message, stacklevel=4)  # past both decorators: the caller's line
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:

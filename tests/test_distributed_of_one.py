@@ -171,3 +171,27 @@ def test_weights_of_other_stages_and_groups_take_their_own_state(groups, tmp_pat
             assert own[0].keys() == own[1].keys()
             assert all(same_bits(torch.as_tensor(v), torch.as_tensor(own[1][key])) for key, v in own[0].items())
         other.train(SAVED, END)
+
+
+def one_of_three(decayed):
+    """Return what makes a group of the matrices, one of ``decayed`` vectors, and one of the others."""
+
+    def groups(weights):
+        matrices, vectors = matrices_and_vectors(weights)
+        parts = [[pair for pair in vectors["params"] if (pair[0] in decayed) is own] for own in (True, False)]
+        vectors |= {"betas": (0.8, 0.95)}
+        return [matrices, vectors | {"params": parts[0], "weight_decay": 0.2}, vectors | {"params": parts[1]}]
+
+    return groups
+
+
+def test_a_group_that_a_file_has_no_settings_for_keeps_its_own(tmp_path):
+    """PyTorch gives what a saved group had to the last group here that has a weight of it, and the others nothing."""
+    run, other = Run(groups=one_of_three(("table", "one"))), Run(groups=one_of_three(("table",)))
+    own = {key: value for key, value in other.optimizer.param_groups[1].items() if key != "params"}
+    save(run.train(0, SAVED), tmp_path / "nested", "nested")
+    with pytest.warns(UserWarning, match=r"has no settings for groups \[1\].*those here stay"):
+        load(other, tmp_path / "nested", "nested")
+    assert {key: other.optimizer.param_groups[1][key] for key in own} == own
+    run.train(SAVED, END), other.train(SAVED, END)
+    assert_same(*({k: v for k, v in whole(each.weights).items() if k != "one"} for each in (run, other)))

@@ -88,6 +88,8 @@ def prepare(
     groups: list[Group] = []
     matrix: dict[Any, str] = {}
     for i, (loaded, present) in enumerate(zip(saved, here, strict=False)):
+        if has_no_settings(loaded):
+            loaded = {**present, **loaded}
         algorithm = loaded.get("algorithm", present["algorithm"])
         if algorithm != present["algorithm"]:
             raise ValueError(
@@ -121,6 +123,15 @@ def prepare(
             matrix_state.check_version(entry, matrix[i])
             state[i] = {key: _NoCast(value) for key, value in entry.items()}
     return {**state_dict, "state": state, "param_groups": groups + saved[len(groups) :]}
+
+
+def has_no_settings(group: Group) -> bool:
+    """Return True for a loaded group of weights alone.
+
+    PyTorch's ``set_optimizer_state_dict`` gives the settings of a saved group to the last group that has a weight of
+    it, where it was divided otherwise, and nothing to a group of weights that were not saved.
+    """
+    return group.keys() <= {"params", "param_names"}
 
 
 def check_form(state_dict: Any) -> None:
@@ -187,12 +198,20 @@ def _check_order(there: list[str], here: list[str]) -> None:
             )
 
 
-def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method) -> list[str]:
-    """Return what to say of state that a loaded state dict lacks, and of names and settings that it has brought.
+def differing(
+    given: list[Group], before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method
+) -> list[str]:
+    """Return what to say of what a loaded state dict lacks, and of names and settings that it has brought.
 
-    ``before`` are the optimizer's groups until then, ``now`` since. Settings of a group without state made nothing.
+    ``given`` are its groups, ``before`` the optimizer's until then, ``now`` since. Settings of a group without state
+    made nothing.
     """
     said = []
+    if bare := [i for i, group in enumerate(given) if has_no_settings(group)]:
+        said.append(
+            f"The loaded state dict has no settings for groups {bare}, as their weights were in other groups or in "
+            "none: those here stay."
+        )
     there, here = ([name for group in groups for name in _names(group)] for groups in (now, before))
     if len(there) == len(here) and (other := [i for i, name in enumerate(there) if name != here[i]]):
         said.append(
