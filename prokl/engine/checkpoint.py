@@ -88,8 +88,6 @@ def prepare(
     groups: list[Group] = []
     matrix: dict[Any, str] = {}
     for i, (loaded, present) in enumerate(zip(saved, here, strict=False)):
-        if has_no_settings(loaded):
-            loaded = {**present, **loaded}
         algorithm = loaded.get("algorithm", present["algorithm"])
         if algorithm != present["algorithm"]:
             raise ValueError(
@@ -153,6 +151,8 @@ def _by_name(group: Group, present: Group) -> Group:
     torch.distributed.checkpoint gives the weights by name in this optimizer's order, and all else in the saved one: of
     flattened groups that of the first weight, which may have been another one. What it lacks is as it is here.
     """
+    if has_no_settings(group) and len(group["params"]) == len(present["params"]):
+        return {**present, **group}
     weights, names, own = group["params"], _names(group), _names(present)
     if weights == names or {*weights}.isdisjoint(names) or not {*weights} <= {*names, *own}:
         return group
