@@ -43,6 +43,7 @@ class Hyper:
     momentum: float | None = None  # of the matrices where it is not the method's own
     beta2: float | None = None  # of preconditioners, likewise
     ns_steps: int | None = None  # iterations of Newton-Schulz, likewise
+    precondition_frequency: int | None = None  # steps from one refresh to the next, likewise
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
     qk_pieces: int = 1  # equal pieces of the rows of each query and key weight, stepped as weights of their own
     qk_rate: float = 1.0  # times lr: the rate of query and key weights
@@ -61,6 +62,7 @@ class Entry:
     momentum: float | None = None  # in place of the class's own
 
 
+PRO_SETTINGS = ("beta2", "alpha_kl", "ns_steps", "precondition_frequency")
 _EXPRESS = partial(rivals.muon, "Muon", ns_coeffs="polar_express")
 OPTIMIZERS = {
     "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),  # swept 1e-3 to 1.2e-2
@@ -69,7 +71,7 @@ OPTIMIZERS = {
     "muon-0.9": Entry("Muon, momentum 0.9", "tab:orange", 3e-2, torch.optim.Muon, momentum=0.9),
     "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),  # swept 2e-3 to 1.5e-2
     # swept 1e-2 to 6e-2
-    "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, ("beta2", "alpha_kl", "ns_steps")),
+    "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, PRO_SETTINGS),
     # not swept: what the paper chose on LLaMA 134M, its authors' own, their packages' own, Muon's those of torch's
     "cosmos": Entry("COSMOS", "tab:olive", 1e-3, Cosmos, ("rank",)),
     "online-kl-shampoo": Entry("Online KL-Shampoo", "rosybrown", 9.434e-2, OnlineKLShampoo, ("beta2",)),

@@ -11,9 +11,9 @@ with 0.02, with rank 32 at 0.0133, with whole weights, and unchanged on a second
 1. AdamW at its first two rates. The better is that of embedding and head under every other method.
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns; then the former with whole weights, the latter
    by heads.
-3. Changes of Pro-KLShampoo, one at a time, which stood behind 5 until Muon led in eleven runs. The first have fewer
-   iterations of Newton-Schulz. The next have rank 2 and 8 at Muon's best rate, rank 2 also two steps below: what is
-   left beside Muon is the whitening of the short side, and little more.
+3. Changes of Pro-KLShampoo, one at a time, which stood behind 5 until Muon led in eleven runs. The first have more
+   frequent refreshes, then fewer iterations of Newton-Schulz. The next have rank 2 and 8 at Muon's best rate, rank 2
+   also two steps below: what is left beside Muon is the whitening of the short side, and little more.
 4. KL-Shampoo, Muon and the paper's form at their first rates, further searches, SOAP at its first rate.
 5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo on two more seeds, with a weight decay, and what is
    left of the other searches.
@@ -173,6 +173,8 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
 def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
     """Yield the trials of Pro-KLShampoo with a setting changed, or two that belong together."""
     smallest, _, largest = of.scale.ranks
+    for every in (1, 3):  # bases of up to ten steps ago cost a model of 11M parameters what Muon leads by
+        yield of.changed(f"a refresh every {every}", precondition_frequency=every)
     for steps in (4, 3):  # of a whitened matrix they make as much as five of Muon's momentum: docs/findings.md
         yield of.changed(f"ns_steps {steps}", ns_steps=steps)
     # The subspace's part has the size of any other of the m directions with 1 / sqrt(m).
