@@ -89,6 +89,9 @@ def test_state_goes_to_no_weight_of_another_name_without_a_word(cls, apart):
         here = build(*names)
         with refused(here, f"^The loaded state dict has 3 weights and this optimizer {says}"):
             here.load_state_dict(there)
+    unnamed = copy.deepcopy(there)
+    del unnamed["param_groups"][-1]["param_names"]  # which is no sign of fewer weights
+    build("a", "b", "c").load_state_dict(unnamed)
     here = build("a", "new", "c")
     with told_once("other names for 1 of 3 weights: weight 1 is 'b' there and 'new' here", __file__):
         here.load_state_dict(there)

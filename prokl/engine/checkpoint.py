@@ -84,7 +84,7 @@ def prepare(
     """
     saved = [*state_dict["param_groups"]]
     saved[: len(here)] = map(_by_name, saved, here)
-    _check_order([name for g in saved for name in _names(g)], [name for g in here for name in _names(g)])
+    _check_order(saved, here)
     groups: list[Group] = []
     matrix: dict[Any, str] = {}
     for i, (loaded, present) in enumerate(zip(saved, here, strict=False)):
@@ -174,15 +174,17 @@ def _names(group: Group) -> list[str]:
     return list(map(unwrapped_name, group.get("param_names", [])))
 
 
-def _check_order(there: list[str], here: list[str]) -> None:
+def _check_order(saved: list[Group], present: list[Group]) -> None:
     """Raise ValueError where state, which goes by place, would go to a weight of another name that is here, too.
 
     So it is of different numbers of weights, which torch refuses without a name.
     """
-    if not (there and here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
+    there, here = ([name for group in groups for name in _names(group)] for groups in (saved, present))
+    if len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
     if len(there) != len(here):
-        for name in [*there, *here] if {*there} != {*here} else ():
+        named = all("param_names" in group for group in (*saved, *present))
+        for name in [*there, *here] if named else ():
             if (name in there) != (name in here):
                 raise ValueError(
                     f"The loaded state dict has {len(there)} weights and this optimizer {len(here)}: {name!r} is "
