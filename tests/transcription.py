@@ -207,8 +207,9 @@ class ProTranscription(Transcription):
         return float(max(inside.square().mean(), beside.square().sum() / (self.m * (self.n - self.r))) ** 0.5)
 
     def _refresh(self):
-        """(5) periodic eigenbasis refresh."""
-        if self.t % self.tau == 0:
+        """(5) periodic eigenbasis refresh; after an "auto" start, also at 2, 4, 8 and so on below tau."""
+        doublings = [2**k for k in range(1, 20) if 2**k < self.tau] if self.init_eigenvalue == "auto" else []
+        if self.t % self.tau == 0 or self.t in doublings:
             self.Q_short, self.Q_S = qr_q(self.short @ self.Q_short), qr_q(self.S @ self.Q_S)
 
     def _roots_of_the_direction(self):

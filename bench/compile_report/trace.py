@@ -102,8 +102,8 @@ def tracing() -> Iterator[list[Event]]:
 def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     """Return what one step of a bucket launches; ``events`` are those of :func:`tracing`."""
     count = bucket.layout.count
-    due = bucket.group["precondition_frequency"] - 1 if kind == "refresh" else 0
-    bucket.steps = [due] * count
+    tau = bucket.group["precondition_frequency"]
+    bucket.steps = [tau - 1 if kind == "refresh" else tau] * count
     with torch.no_grad():
         plan = bucket.decide()
         assert plan is not None and len(plan.stepping) == count

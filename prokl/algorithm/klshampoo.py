@@ -102,6 +102,11 @@ class KLShampooMethod:
         """Return 0: both factors are whole."""
         return 0
 
+    def refreshes(self, step: int, group: Group) -> bool:
+        """Return True in every tau-th step."""
+        due: bool = step % group["precondition_frequency"] == 0
+        return due
+
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""
         shapes: dict[str, tuple[int, ...]] = {

@@ -61,6 +61,9 @@ class Method(Protocol):
             :data:`prokl.algorithm.evidence.ALWAYS_MOVE` counts, or None for True.
         """
 
+    def refreshes(self, step: int, group: Group) -> bool:
+        """Return True if a refresh of the eigenbases follows a step, counted from 1 after the initialising one."""
+
     def refresh(self, ops: Algebra, state: State) -> State:
         """Return what a refresh of the eigenbases changes, of B matrices."""
 

@@ -122,6 +122,14 @@ class ProKLShampooMethod:
         """Return min(rank, m, n - 1)."""
         return effective_rank(group["rank"], m, n)
 
+    def refreshes(self, step: int, group: Group) -> bool:
+        """Return True in every tau-th step and, after an "auto" start, in steps 2, 4, 8, ... below tau.
+
+        The first bases are of one gradient: with them up to step 10 losses fell later (docs/findings.md).
+        """
+        tau: int = group["precondition_frequency"]
+        return step % tau == 0 or (group["init_eigenvalue"] == "auto" and 1 < step < tau and step.bit_count() == 1)
+
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""
         shapes: dict[str, tuple[int, ...]] = {

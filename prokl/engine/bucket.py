@@ -57,7 +57,7 @@ class Plan(NamedTuple):
             or the latest since the last look, initialises their state.
         waiting: matrices that have not begun, have a gradient and are not looked at.
         stepping: matrices that have begun and have a gradient; those whose gradient is not finite will not move.
-        refreshing: stepping matrices whose step is divisible by tau.
+        refreshing: stepping matrices whose eigenbases are refreshed after this step.
     """
 
     has_grad: tuple[bool, ...]
@@ -211,13 +211,14 @@ class Bucket:
             self._begin_what_was_zeroed()
         if not any(has_grad):
             return None
-        steps, first, frequency = self.steps, self.steps[0], self.group["precondition_frequency"]
+        steps, first = self.steps, self.steps[0]
         if all(has_grad) and first >= 0 and steps.count(first) == len(steps):  # as usual, and quicker
-            plan = Plan(has_grad, (), (), self._every, self._every if (first + 1) % frequency == 0 else ())
+            refreshes = self.method.refreshes(first + 1, self.group)
+            plan = Plan(has_grad, (), (), self._every, self._every if refreshes else ())
         else:
             rows = [b for member, has in zip(self.members, has_grad, strict=True) if has for b in member.rows]
             stepping = tuple(b for b in rows if steps[b] >= 0)
-            refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
+            refreshing = tuple(b for b in stepping if self.method.refreshes(steps[b] + 1, self.group))
             new = [b for b in rows if steps[b] < 0]
             due = bool(new) and min(steps[b] for b in new) % LOOKS == 0  # all that wait are looked at together
             looked_at = tuple(b for b in new if due or steps[b] >= -LOOKS)
