@@ -56,7 +56,8 @@ class ProKLShampoo(MatrixOptimizer):
         rank: r of the subspace, at most min(m, n - 1). "auto" is m / 6, at most 128.
         beta2: weight of all EMAs of the preconditioner.
         alpha_kl: weight of the subspace part. "auto" is k^(1/4) / sqrt(m (n - r)) with k = min(m, n - r).
-        precondition_frequency: tau, steps between refreshes of the eigenbases.
+        precondition_frequency: tau, steps between refreshes of the eigenbases. From an "auto" start steps 2, 4, 8, ...
+            below it refresh, too.
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: dtype of the state; None is float32 for half-precision weights, else the weight's.

@@ -147,7 +147,10 @@ def check_bases(a: History) -> Iterator[str]:
         where = a.begun
         if key == "Q_S":
             new, old = (bits(v) for v in (a.values[key][1:], a.values[key][:-1]))
-            refresh = a.values["step"][1:] % a.case.settings["precondition_frequency"] == 0
+            step, own = a.values["step"][1:], a.case.settings
+            first = torch.isin(step, torch.tensor([2, 4, 8] if own["init_eigenvalue"] == "auto" else []))
+            tau = own["precondition_frequency"]
+            refresh = (step % tau == 0) | first & (step < tau)
             where = a.stepped & refresh & (new != old).any(dim=-1)
         yield from a.broken(f"{key} not orthonormal", error, orthonormality(a, k), where)
 

@@ -9,7 +9,7 @@ from tests.peak import Peak
 from tests.problems import relative, state_tensors
 
 MORE = 5
-"""Steps after the start, fewer than to the first refresh."""
+"""Steps after the start, of gradients of full rank: else a refresh takes L's null space from rounding."""
 TOKENS = 40
 CASES = {  # name: shape, tokens of the first gradient, part of it that is not zero
     "few tokens": ((12, 20), 5, ...),
