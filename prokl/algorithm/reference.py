@@ -226,8 +226,8 @@ def step(
 ) -> tuple[Tensor, State]:
     """Do (1) to (4) of Algorithm 2 after the initialising step, on c G for G, for one oriented weight.
 
-    Without ``clip_threshold`` c is 1: the algorithm as printed, but for what docs/algorithm.md names. Where
-    the method ``refreshes``, :func:`refresh_eigenbases` follows.
+    Without ``clip_threshold`` c is 1: the algorithm as printed, but for what docs/algorithm.md names.
+    :func:`refresh_eigenbases` follows where the method ``refreshes``.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
