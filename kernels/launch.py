@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -139,15 +139,3 @@ def _heard() -> Iterator[None]:
         yield
     finally:
         knobs.listener = before
-
-
-@contextmanager
-def redirect_launches(launcher: Callable[..., None], *devices: str) -> Iterator[None]:
-    """Call ``launcher`` in the place of :func:`start`, also for tensors on these types of device."""
-    global start, DEVICES
-    before = start, DEVICES
-    start, DEVICES = launcher, (*DEVICES, *devices)
-    try:
-        yield
-    finally:
-        start, DEVICES = before

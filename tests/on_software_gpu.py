@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prokl.backends.select import Backend, _triton_backend, select
 from prokl.backends.triton_ops import TritonIO
-from prokl.kernels.launch import redirect_launches
+from prokl.kernels import launch
 
 
 def watched_io(watch: Callable[[Tensor], None]) -> type[TritonIO]:
@@ -53,5 +53,6 @@ def on_software_gpu(
         made = _triton_backend(use_cuda_qr, host_readable, balanced, False)
         return chosen.setdefault(balanced, replace(made, io=partial(io, pairs=balanced)))
 
-    with redirect_launches(launcher, "cpu"), patch("prokl.backends.select.select", here):
+    everywhere = patch.multiple(launch, start=launcher, DEVICES=(*launch.DEVICES, "cpu"))
+    with everywhere, patch("prokl.backends.select.select", here):
         yield
