@@ -161,19 +161,8 @@ class Float32Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> Any:
         module = torch.optim._muon
         before = module._zeropower_via_newtonschulz
-        module._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]
+        module._zeropower_via_newtonschulz = lambda G, *how: batched(G[None], *how)[0]
         try:
             return super().step(closure)
         finally:
             module._zeropower_via_newtonschulz = before
-
-
-def orthogonalised(G: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Orthogonalise a matrix by the operators that torch's function calls, in its own dtype."""
-    a, b, c = coefficients
-    X = G if G.shape[0] <= G.shape[1] else G.mT
-    X = X / X.norm().clamp_min(eps)
-    for _ in range(steps):
-        A = X @ X.mT
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X if G.shape[0] <= G.shape[1] else X.mT
