@@ -85,7 +85,6 @@ READ = {
         holding(o_a_proj=of_class("DeepseekV4GroupedLinear", weight=torch.zeros(12, 8), n_groups=3)),
         [(False, 3)],
     ),
-    "CodeGen": (of_class("CodeGenAttention", qkv_proj=linear(8, 24)), [WHOLE]),
     "qkv of transformers": (of_class("BlipAttention", "transformers.models.blip", qkv=linear(8, 24)), [(False, 3)]),
     "qkv of transformers, other sizes": (
         of_class("OtherAttention", "transformers.models.other", qkv=linear(8, 36)),

@@ -183,10 +183,6 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
     "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50].clone()), r"bias has exp_avg_sq of shape \(50,\)"),
     "expanded through data": (to(exp_avg=lambda t: t[:1].clone().expand(54)), "bias has exp_avg with several"),
     "negated through data": (to(W=lambda t: torch._neg_view(-t)), "bias is a tensor with a negation"),
-    "a matrix negated through data": (
-        lambda optimizer, weights: setattr(weights[0], "data", torch._neg_view(-weights[0].data)),
-        "fine is a tensor with a negation",
-    ),
     **{
         f"converted to {end}": (
             to(W=lambda t, end=end: t.to(end)),
