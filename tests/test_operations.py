@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bench.micro.case import FP32_POLAR, FP64, Sizes, flat, numbers, widened
-from bench.micro.states import KL_H, kl_inputs, pro_inputs, settings
+from bench.micro.states import OPTIMIZER, kl_inputs, pro_inputs, settings
 from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra, Direction
+from prokl.algorithm.settings import hyper
 from prokl.backends import torch_pairs, triton_ops
 from prokl.kernels.launch import INTERPRETED
 from prokl.pair import RESIDUAL
@@ -62,7 +63,8 @@ def called(backend):
     ops.__dict__ |= BACKENDS[backend].__dict__
     dtypes = FP64 if backend == "triton" else FP32_POLAR
     cases = [(pro_klshampoo, pro_inputs, settings(variant=v, ns_dtype=dtypes.polar)) for v in VARIANTS]
-    for module, inputs, h in (*cases, (klshampoo, kl_inputs, KL_H)):
+    kl_settings = hyper(OPTIMIZER.defaults, 1, 2, torch.float32, torch.device("cpu"))
+    for module, inputs, h in (*cases, (klshampoo, kl_inputs, kl_settings)):
         i = inputs(SIZES, dtypes, numbers(DEVICE), SURPRISING)
         one = torch.ones_like(i["G"][:, 0, 0])
         module.whitened_size(ops, i["G"], copied(i["state"]), h)

@@ -110,12 +110,7 @@ class Case:
         else:
             dtype: torch.dtype = getattr(d, self.operand)
             names = [{torch.float64: "TILES_FP64", torch.float32: "TILES_FP32"}.get(dtype, "TILES_HALF"), "TILES"]
-        found: tuple[Tile, ...] = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
-        return found
-
-    def reference(self, i: Inputs) -> list[Tensor]:
-        """Return the results that the others are compared with."""
-        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i, self.balanced))())
+        return next(getattr(self.module, name) for name in names if hasattr(self.module, name))
 
     def formula(self, i: Inputs) -> Callable[[], Any]:
         """Return the call of the plain form that is timed, of balanced products in float32."""
@@ -180,13 +175,9 @@ def call(name: str, *arguments: str) -> Bind:
     return bind
 
 
-def over(form: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Bind:
-    """Return what binds a form, called with the primitives and all inputs by name; for Triton a kernel without them."""
-
-    def bind(i: Inputs, ops: Algebra) -> Callable[[], Any]:
-        return partial(kernel, **i) if kernel and ops.name == "triton" else partial(form, ops, **i)
-
-    return bind
+def over(form: Callable[..., Any]) -> Bind:
+    """Return what binds a form, called with the primitives and all inputs by name."""
+    return lambda i, ops: partial(form, ops, **i)
 
 
 def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -244,12 +235,15 @@ class Expected:
 
 def expect(case: Case, fresh: Callable[[], Inputs]) -> Expected:
     """Compute what to compare with; ``fresh`` makes the inputs, always the same."""
-    i, wrong = widened(fresh()), ""
-    truth = flat(case.plain(i) if case.plain else case.bind(i, torch_form(i))())
+
+    def plain(i: Inputs, balanced: bool = False) -> list[Tensor]:
+        return flat(case.plain(i) if case.plain else case.bind(i, torch_form(i, balanced))())
+
+    truth, wrong = plain(widened(fresh())), ""
     if case.plain:
         i = widened(fresh())
         wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
-    return Expected(truth, case.reference(fresh()), wrong)
+    return Expected(truth, plain(fresh(), case.balanced), wrong)
 
 
 def complaint(case: Case, ops: Algebra | None, fresh: Callable[[], Inputs], expected: Expected | None = None) -> str:

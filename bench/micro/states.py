@@ -15,7 +15,7 @@ from prokl.algorithm import klshampoo, pro_klshampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.reference import in_eigenbases
-from prokl.algorithm.settings import ProHyper, hyper, pro_hyper
+from prokl.algorithm.settings import ProHyper, pro_hyper
 from prokl.algorithm.shapes import State
 
 OPTIMIZER = ProKLShampoo([torch.zeros(2, 2)], 1e-3, 0.1, 0.95, beta2=0.95, alpha_kl=0.01)
@@ -27,7 +27,7 @@ def settings(**own: Any) -> ProHyper:
     return pro_hyper(OPTIMIZER.defaults | own, 1, 2, torch.float32, torch.device("cpu"))
 
 
-H, KL_H = settings(), hyper(OPTIMIZER.defaults, 1, 2, torch.float32, torch.device("cpu"))
+H = settings()
 CONDITION = 1e4
 """Condition number of L, S and R."""
 DRIFT = 0.1

@@ -11,8 +11,8 @@ from torch import Tensor
 from bench.rivals import OneByOne
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.newton_schulz import newton_schulz
+from prokl.algorithm.polynomials import MUON
 
-MUON = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
 
 

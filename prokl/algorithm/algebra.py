@@ -132,8 +132,7 @@ class Algebra:
         L is averaged in its eigenbasis: rounding moves what rows i and j make of L by a part of sqrt(L_ii L_jj), so
         that small eigenvalues keep their digits.
         """
-        t: Tensor = factor
-        return t
+        return factor
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: float = 1.0

@@ -104,8 +104,7 @@ class KLShampooMethod:
 
     def refreshes(self, step: int, group: Group) -> bool:
         """Return True in every tau-th step."""
-        due: bool = step % group["precondition_frequency"] == 0
-        return due
+        return step % group["precondition_frequency"] == 0
 
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""

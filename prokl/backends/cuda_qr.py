@@ -175,8 +175,7 @@ def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dty
     reason = extension.unsupported_reason(device)
     if reason is not None:
         raise ValueError(f"Invalid device={device}: {reason}. prokl.algorithm.qr has the same methods in PyTorch.")
-    functions: ModuleType = getattr(module, DTYPES[dtype])
-    return functions
+    return getattr(module, DTYPES[dtype])
 
 
 # Addresses are safe here: torch.library's operators materialise lazy arguments and know no wrappers.

@@ -102,8 +102,7 @@ class Gathered(NamedTuple):
 
     def whole(self) -> Tensor:
         """Return G as a tensor."""
-        G: Tensor = self.G.whole() if isinstance(self.G, Pair) else self.G
-        return G
+        return self.G.whole() if isinstance(self.G, Pair) else self.G
 
 
 class Slot(NamedTuple):

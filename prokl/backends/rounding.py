@@ -28,8 +28,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 def mode_of(group: dict[str, Any], dtype: torch.dtype) -> str:
     """Return the group's ``bf16_weights`` for weights that have this dtype."""
-    mode: str = group["bf16_weights"] if dtype == torch.bfloat16 else "plain"
-    return mode
+    return group["bf16_weights"] if dtype == torch.bfloat16 else "plain"
 
 
 def noise(keys: Tensor, m: int, n: int) -> Tensor:

@@ -108,8 +108,6 @@ def prepare(
             for key, value in loaded.items():  # PyTorch's full state dicts make lists of tuples
                 if isinstance(value, list) and isinstance(present.get(key), tuple):
                     group[key] = tuple(value)
-                elif isinstance(value, list):
-                    group[key] = [tuple(entry) if isinstance(entry, list) else entry for entry in value]
             group |= {key: present[key] for key in MACHINE_SETTINGS}
         else:
             group = {**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded}

@@ -160,9 +160,8 @@ class Graphs:
         del recorded
         self.refused = True
         self.keep(())
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            with suppress(RuntimeError):
-                torch.cuda.empty_cache()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
         message = f"Steps run without CUDA graphs, as recording or replaying one failed: {failure}. cuda_graphs=False "
         return bucket.execute(plan), [message + "makes no attempt."]  # an error of the step itself is raised here
 

@@ -199,8 +199,7 @@ BASES = ("Q_L", "Q_R")
 def state_dtype(group: Group, p: Tensor) -> torch.dtype:
     """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
     if group["state_dtype"] is not None:
-        dtype: torch.dtype = group["state_dtype"]
-        return dtype
+        return group["state_dtype"]
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
 
 
