@@ -47,8 +47,6 @@ void bind(pybind11::module_& m) {
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Parts of a batched QR on CUDA; use prokl.cuda_qr.";
     m.attr("architectures") = PROKL_CUDA_ARCHS;
-    m.def("built_with", prokl::built_with);
-    m.def("driver_knows", prokl::driver_knows);
     auto single = m.def_submodule("float32");
     bind<float>(single);
     auto twice = m.def_submodule("float64");

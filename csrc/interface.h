@@ -50,8 +50,4 @@ void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices
 template <class T>
 int block_columns();
 
-// CUDA's version that was built with and the newest that the driver knows, as 1000 major + 10 minor; 0 without a driver.
-int built_with();
-int driver_knows();
-
 }  // namespace prokl

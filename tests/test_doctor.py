@@ -98,8 +98,7 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
-    versions = {"built_with": lambda: 13000, "driver_knows": lambda: 13000}
-    module = SimpleNamespace(architectures="80;90", __file__="_C.so", **versions)
+    module = SimpleNamespace(architectures="80;90", __file__="_C.so")
     monkeypatch.setattr(extension, "load", lambda: (module, None))
     monkeypatch.setattr(extension, "_failure", lambda device: None)
     found = diagnose(capsys)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from prokl.backends import toolkit
 from prokl.backends.device import gpu_unsupported_reason
 
 NAME = "prokl._C"
@@ -65,21 +64,10 @@ def unsupported_reason(device: torch.device) -> str | None:
         return _failure(device) if device.type == "cpu" else other
     if device.type != "cuda":
         return f"the CUDA extension runs on CUDA devices, not on {device}"
-    obstacle = gpu_unsupported_reason(device) or _outdated(module) or _uncovered(device, module.architectures)
+    obstacle = gpu_unsupported_reason(device)
     if obstacle is None and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # type: ignore[no-untyped-call]
         return _failure(device)
     return obstacle
-
-
-def _outdated(module: ModuleType) -> str | None:
-    """Return why the driver cannot run it: within a major version any driver runs what any toolkit built."""
-    built, supported = module.built_with(), module.driver_knows()
-    if built // 1000 <= supported // 1000:
-        return None
-    return (
-        f"the CUDA extension was built with CUDA {built // 1000}.{built % 1000 // 10}, the driver knows "
-        f"{supported // 1000}.{supported % 1000 // 10}: update the driver, or build with an older toolkit"
-    )
 
 
 def enqueue(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:
@@ -93,8 +81,8 @@ def enqueue(function: Callable[..., None], device: torch.device, *arguments: Any
 def _failure(device: torch.device) -> str | None:
     """Try a launch, once a device, and return why it fails, with a warning: steps go on without the extension.
 
-    Versions do not tell all. PTX, which alone covers a GPU newer than those built for, needs a driver as new as the
-    toolkit that made it, to the minor version.
+    Versions would not tell all: it was built for some GPUs, its machine code needs a driver as new as the toolkit's
+    major version, and PTX, which alone covers newer GPUs, one as new to the minor version.
     """
     module = load()[0]
     assert module is not None
@@ -105,24 +93,11 @@ def _failure(device: torch.device) -> str | None:
         outputs = (none, (F, 1, 1), True, none, 0, diagonal, 0, used.data_ptr())
         enqueue(module.float32.factor, device, 1, 1, matrix, 0, *outputs)
     except Exception as error:
-        remedy = f"; update the driver, or {_rebuild(device)}" if device.type == "cuda" else ""
-        reason = f"a launch of the CUDA extension fails on {device} ({str(error).rstrip('.')}){remedy}"
+        reason = f"a launch of the CUDA extension fails on {device} ({str(error).rstrip('.')})"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            reason += f"; built for {module.architectures}: update the driver, or build it "
+            reason += f"with PROKL_CUDA_ARCHS={10 * major + minor}"
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
         return reason
     return None
-
-
-def _uncovered(device: torch.device, architectures: str) -> str | None:
-    """Return that it was built for other GPUs; None where it was built for this one."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if toolkit.covers(architectures.split(";"), (major, minor)):
-        return None
-    return (
-        f"{device} has compute capability {major}.{minor}; the CUDA extension was built for {architectures}: "
-        f"{_rebuild(device)}"
-    )
-
-
-def _rebuild(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"build it with PROKL_CUDA_ARCHS={10 * major + minor}"

@@ -1,4 +1,4 @@
-"""The CUDA toolkit: where nvcc is, and which GPUs run what it compiled for which architectures.
+"""The CUDA toolkit: where nvcc is, and what it compiles for.
 
 Only the standard library is imported: the build reads this file where torch is missing.
 """
@@ -81,20 +81,3 @@ def forward(architectures: Sequence[str]) -> str | None:
     """Return the architecture whose PTX is added for GPUs yet to come: the newest without features of its own."""
     plain = [name for name in architectures if name.isdigit()]
     return max(plain, key=int) if plain else None
-
-
-def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return True if a GPU of this compute capability runs what was compiled for these architectures.
-
-    Machine code runs on the same major version from its minor one on, PTX from its version on. Code that takes one
-    architecture's own features ("90a") runs there only, that of a family's ("100f") like machine code.
-    """
-    major, minor = capability
-    here = 10 * major + minor
-    ptx = forward(architectures)
-    if ptx is not None and here >= int(ptx):
-        return True
-    return any(
-        here == number(name) if name.endswith("a") else number(name) // 10 == major and here >= number(name)
-        for name in architectures
-    )

@@ -60,13 +60,6 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     return cudaSuccess;
 }
 
-// As if a driver of the same version were there.
-#define CUDART_VERSION 13000
-inline cudaError_t cudaDriverGetVersion(int* version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaErrorInvalidValue;
