@@ -10,6 +10,7 @@ import torch
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import pro_hyper
+from prokl.backends import extension
 from prokl.backends.select import select
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads
@@ -38,6 +39,7 @@ def unasked(request, monkeypatch):
 def test_what_stands_in_for_cuda_is_what_it_takes_unasked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(extension, "_failure", lambda device: None)  # no GPU is there to launch on
     chosen = select(None, torch.device("cuda"), None)
     assert chosen.name == "triton" and not chosen.ops.host_readable
     assert precision_of(None, "cuda") == "balanced" and precision_of(None, "cpu") == "faithful"
