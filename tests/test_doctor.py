@@ -92,7 +92,7 @@ def test_what_is_missing_is_told_with_the_remedy(no_gpu, monkeypatch, capsys):
     assert found["extension"] == "it was left out"
 
 
-def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, capsys):
+def test_each_gpu_is_told_with_whether_the_extension_runs_there(monkeypatch, capsys):
     capabilities = [(9, 0), (7, 5)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -159,7 +159,8 @@ def test_a_gpu_on_which_a_launch_fails_is_told_with_the_remedies(monkeypatch, un
     failure = extension._failure
     built(monkeypatch, "90", capability=(12, 0))  # torch has no such device here, and the module no launch
     monkeypatch.setattr(extension, "_failure", failure)
-    says = r"fails on cuda:0 \(.*\); built for 90: update the driver, or build it with PROKL_CUDA_ARCHS=120\.$"
+    says = r"fails on cuda:0 \(.*\); built for 90: build it with PROKL_CUDA_ARCHS=120 and an nvcc no newer than the "
+    says += r"driver, or update the driver\.$"
     with pytest.warns(UserWarning, match=says):
         assert extension.unsupported_reason(CUDA) == failure(CUDA)
 

@@ -96,8 +96,8 @@ def _failure(device: torch.device) -> str | None:
         reason = f"a launch of the CUDA extension fails on {device} ({str(error).rstrip('.')})"
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
-            reason += f"; built for {module.architectures}: update the driver, or build it "
-            reason += f"with PROKL_CUDA_ARCHS={10 * major + minor}"
+            reason += f"; built for {module.architectures}: build it with PROKL_CUDA_ARCHS={10 * major + minor} and an "
+            reason += "nvcc no newer than the driver, or update the driver"
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
         return reason
     return None
