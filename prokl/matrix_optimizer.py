@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from prokl.algorithm.method import Method
 from prokl.algorithm.settings import ALGORITHM, Advanced, check, check_adamw, check_known, clone_if_tensor, plain
 from prokl.distributed.division import Division
-from prokl.distributed.ownership import check_placements
+from prokl.distributed.ownership import check_placed
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_dst, check_group
 from prokl.engine import adamw, checkpoint
@@ -118,7 +118,7 @@ class MatrixOptimizer(Optimizer):
             self._outer.check_new(index)
             for p, name in named(self.param_groups[index], index):
                 if is_dtensor(p):
-                    check_placements(name, p.placements)
+                    check_placed(name, p)
             if not self._adding:
                 check_names(self.param_groups)
             if message := like_conv1d(self.param_groups[index:], index):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import prokl
@@ -34,6 +34,7 @@ from tests.distributed.placements import (
     whole,
     written,
 )
+from tests.inputs import PRO
 
 HOWS = pytest.mark.parametrize("how", ["ddp", "fsdp"])
 TWO = {"a": (8, 12), "b": (8, 12)}
@@ -520,6 +521,18 @@ def groups_of_one_rank_are_fewer():
 def test_what_one_rank_alone_cannot_take_is_told_to_the_others(function, pools):
     first, second = pools[2].run(function)
     assert second[0] == "ValueError" and "rank 1 could not: ValueError" in first[1] and second[1] in first[1]
+
+
+def on_the_mesh_of_rank_0():
+    """Return what this rank is told of a weight that lies on rank 0 alone."""
+    lies = placed(value((8, 12), 0), DeviceMesh("cpu", [0]), [Shard(0)])
+    return message(PRO, [{"params": [("its", torch.nn.Parameter(lies))]}])
+
+
+def test_a_weight_on_a_mesh_without_this_rank_is_refused_there(pools):
+    there, elsewhere = pools[2].run(on_the_mesh_of_rank_0)
+    assert there == (None, "")
+    assert elsewhere[0] == "ValueError" and "its is a DTensor on the mesh of ranks [0]" in elsewhere[1]
 
 
 def last_weight_differs(what):

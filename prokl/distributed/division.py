@@ -23,7 +23,7 @@ from prokl.algorithm.settings import Group, plain
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.io import Member
 from prokl.distributed import state as states
-from prokl.distributed.ownership import Block, Part, blocks, check_placements, chunk, divide, homes, whole_block
+from prokl.distributed.ownership import Block, Part, blocks, check_placed, chunk, divide, homes, whole_block
 from prokl.distributed.team import Lines, Team, agree, compare, team_of
 from prokl.distributed.waves import Wave, step_in_waves, waves_of
 from prokl.distributed.weights import LocalWeight
@@ -136,7 +136,7 @@ class Division:
                 held = [whole_block(p.shape)] * team.size
                 if is_dtensor(p):
                     mesh, placements = p.device_mesh, tuple(p.placements)
-                    check_placements(one.name, placements)
+                    check_placed(one.name, p)
                     found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), placements)
                     by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
                     held = [by_rank[rank] for rank in team.ranks]

@@ -50,9 +50,14 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def check_placements(name: str, placements: Sequence[Any]) -> None:
-    """Raise ValueError for a placement that has no block of final values."""
-    for placement in placements:
+def check_placed(name: str, p: Any) -> None:
+    """Raise ValueError for a DTensor on a mesh without this rank, or whose placement has no block of final values."""
+    if p.device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name} is a DTensor on the mesh of ranks {p.device_mesh.mesh.flatten().tolist()}, which this rank is not "
+            "in; leave it out of the optimizer of this rank."
+        )
+    for placement in p.placements:
         if placement.is_partial():
             raise ValueError(
                 f"{name} is a DTensor with placement {placement!r}, a sum that is still to be made; must be Shard or "
