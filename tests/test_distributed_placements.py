@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -99,6 +100,36 @@ def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how
     if how == "mixed":  # plain, and not divided
         assert owners.pop("square3") == world
     assert owners.pop("experts") > 1 and owners.pop("experts2") > 1 and {*owners.values()} == {1}
+
+
+SOME = (0, 1)  # ranks that have these beside what all have, of the shapes of others or in pieces of two of them
+THEIRS = {"experts": (4, 6, 10), "fused": (14, 8)}
+ALL_HAVE = {"square": (8, 8), "wide": (6, 10), "six": (6, 8)}
+
+
+def with_some_ranks_own(apart):
+    """Train on shards of all ranks, and where ``apart`` these and others of ``SOME``; return all here, whole."""
+    meshes = (DeviceMesh("cpu", [*SOME]), mesh_of(1)) if apart else (None, None)
+    weights = {}
+    for i, (name, shape) in enumerate((THEIRS | ALL_HAVE).items()):
+        mesh = meshes[name not in THEIRS]
+        if not apart or name not in THEIRS or dist.get_rank() in SOME:
+            weights[name] = nn.Parameter(placed(value(shape, i), mesh, [Shard(0)] if apart else None))
+    split = [(8, 6) if name == "fused" else None for name in weights]
+    optimizer = PRO([{"params": [*weights.items()], "split": split}], rank=3)
+    for call in range(STEPS):
+        for name, p in weights.items():
+            G = value(p.shape, 100 * call + len(name))
+            p.grad = placed(G, p.device_mesh, p.placements) if apart else G
+        optimizer.step()
+    return whole(weights)
+
+
+def test_weights_of_some_ranks_beside_those_of_all_are_stepped_as_in_one_process(pools):
+    expected = with_some_ranks_own(apart=False)
+    for rank, found in enumerate(pools[4].run(with_some_ranks_own, apart=True)):
+        assert found.keys() == (expected if rank in SOME else ALL_HAVE).keys()
+        assert_close(found, {name: expected[name] for name in found})
 
 
 def wrapped(how):

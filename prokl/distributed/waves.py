@@ -5,8 +5,8 @@ sharded one collects gradient and weight, and sends the stepped weight back: so 
 process's, and a weight that has been changed by hand counts. Where shards have copies (HSDP) both go between the owner
 and one copy of each, which is then sent from there to the others.
 
-Weights whose buckets have common shapes form a wave. While one is stepped, what the next one needs is on its way, and
-what the last one brought is on its way back, and from there to who has copies.
+Weights of one team whose buckets have common shapes form a wave. While one is stepped, what the next one needs is on
+its way, and what the last one brought is on its way back, and from there to who has copies.
 """
 
 from __future__ import annotations
@@ -196,20 +196,18 @@ class Wave:
 
     def agree(self) -> None:
         """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
-        shared: dict[Team, list[LocalWeight]] = {}
-        for weight in self.weights:
-            if len(weight.parts) > 1:
-                shared.setdefault(weight.team, []).append(weight)
-        for team, weights in shared.items():
-            bad = torch.cat([not_finite(weight) for weight in weights])
-            dist.all_reduce(bad, group=team.group)
-            flags = iter(bad)
-            for weight in weights:
-                g = None if weight.stand_in is None else weight.stand_in.grad
-                for shape, one in zip(weight.shapes, flags, strict=False):
-                    if g is not None:
-                        first = shape.region(g)[:, :1, :1]
-                        first.copy_(torch.where(one > 0, torch.nan, first))
+        weights = [weight for weight in self.weights if len(weight.parts) > 1]
+        if not weights:
+            return
+        bad = torch.cat([not_finite(weight) for weight in weights])
+        dist.all_reduce(bad, group=weights[0].team.group)
+        flags = iter(bad)
+        for weight in weights:
+            g = None if weight.stand_in is None else weight.stand_in.grad
+            for shape, one in zip(weight.shapes, flags, strict=False):
+                if g is not None:
+                    first = shape.region(g)[:, :1, :1]
+                    first.copy_(torch.where(one > 0, torch.nan, first))
 
     def start_return(self) -> None:
         """Begin to send what was stepped."""
@@ -231,7 +229,8 @@ class Wave:
 def waves_of(weights: Iterable[tuple[LocalWeight, set[Any]]]) -> list[Wave]:
     """Return the waves of weights, each with the keys of the buckets that its matrices may be in.
 
-    No two waves have a key in common. The weights are in the same order on all ranks.
+    No two waves have a key in common, and a key has one team: ranks that lack the weights of another have the same
+    waves of this one. The weights of a team are in the same order on all of its ranks.
     """
     waves: list[tuple[list[LocalWeight], set[Any]]] = []
     for weight, keys in weights:

@@ -40,8 +40,9 @@ from prokl.engine.weights import (
 
 Shape = tuple[int, int, int, torch.dtype, torch.device]
 """(m, n, rank, dtype, device)."""
-BucketKey = tuple[Shape, tuple[Any, ...], bool]
-"""A shape, all settings but lr and weight decay, and whether weights may move: with frozen ones nothing is computed."""
+BucketKey = tuple[Shape, tuple[Any, ...], bool, Any]
+"""A shape, all settings but lr and weight decay, whether weights may move, as with frozen ones nothing is computed, and
+what :attr:`Engine.sharing` has of them."""
 
 
 class Sharded(Exception):
@@ -57,6 +58,7 @@ class Engine:
         buckets: the layout; none until it is built.
         messages: what was found to warn of since they were last taken.
         first: number of a part's first matrix in its stack, where a weight is part of one.
+        sharing: who divides a weight: those of others are not stepped with it, as ranks may lack them.
 
     Args:
         defaults: the settings of a matrix group.
@@ -68,6 +70,7 @@ class Engine:
         self.groups: list[Group] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.first: dict[Tensor, int] = {}
+        self.sharing: dict[Tensor, Any] = {}
         self.adamw, self.graphs = AdamWGroups(), Graphs()
         self.messages: list[str] = []
         self._told_float16 = False
@@ -236,8 +239,9 @@ class Engine:
             if not weight.matrix:
                 adamw.begin(weight.p, weight.group, self.state)
             elif any(self._takes_part(member) for member in self.members(weight)):
+                moves, sharing = may_move(weight.p), self.sharing.get(weight.p)
                 for member in self.members(weight):
-                    key = self.shape(weight.group, member), alike[weight.group_index], may_move(weight.p)
+                    key = self.shape(weight.group, member), alike[weight.group_index], moves, sharing
                     placed.setdefault(key, []).append((member, weight))
             else:
                 self._waiting.append(weight.p)
