@@ -237,3 +237,22 @@ def test_adamw_takes_no_weight_without_values_or_place_either(odd, says):
     optimizer = PRO([("fine", weight(4, 6))])
     with refused(optimizer, rf"^block\.odd .*{says}"):
         optimizer.add_param_group({"params": [("block.odd", odd)], "algorithm": "adamw", "lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fused", "says"),
+    [
+        (torch.complex64, True, r"Invalid fused=True: odd is torch.complex64.*without fused"),
+        (torch.float8_e4m3fn, False, r"odd has dtype torch.float8_e4m3fn.*convert it"),
+    ],
+)
+def test_adamw_refuses_a_weight_that_torch_fails_at_in_the_midst_of_a_step(dtype, fused, says):
+    odd = torch.nn.Parameter(torch.zeros(3, 4).to(dtype))
+    groups = [{"params": named((4, 6))}, {"params": [("odd", odd)], "algorithm": "adamw", "lr": 0.01}]
+    with pytest.raises(ValueError, match=says):
+        PRO([groups[0], groups[1] | {"fused": fused}])
+    if fused:  # as the recipe sets it, once the groups are made
+        optimizer = train(PRO(groups), [0])
+        optimizer.param_groups[1]["fused"] = True
+        with refused(optimizer, says):
+            train(optimizer, [1])

@@ -147,9 +147,14 @@ def check_options(group: Group, index: int) -> None:
         AdamW([{"params": [*dict.fromkeys(group["params"])]}], **options)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"Group {index}, of AdamW: {error}. Set the options back.") from None
-    for p, name in named(group, index) if group["capturable"] else ():
-        if p.device.type in ("cpu", "mps"):
+    for p, name in named(group, index) if group["capturable"] or group["fused"] else ():
+        if group["capturable"] and p.device.type in ("cpu", "mps"):
             raise ValueError(f"Invalid capturable=True: {name} is on {p.device}, without CUDA graphs. Set it back.")
+        if group["fused"] and p.is_complex():
+            raise ValueError(
+                f"Invalid fused=True: {name} is {p.dtype}, and torch's fused AdamW takes real weights. Put it in an "
+                "AdamW group without fused."
+            )
 
 
 def bring_home(weight: Weight, state: dict[str, Any]) -> None:

@@ -120,10 +120,12 @@ def check_weight(weight: Weight) -> None:
             "model.to_empty(device=...) or by loading its weights, before making the optimizer."
         )
     remedy = f"put it in a group {ADAMW_GROUP} with an lr of AdamW's"
+    wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    trains = weight.matrix or (may_move(p) and not (p.is_complex() or wrapper))  # as AdamW does complex ones, too
+    if trains and p.dtype not in PARAMETER_DTYPES:
+        cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
+        raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
     if weight.matrix:
-        if p.dtype not in PARAMETER_DTYPES:
-            cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
-            raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
         if p.ndim < 2:
             raise ValueError(
                 f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model "
@@ -135,7 +137,6 @@ def check_weight(weight: Weight) -> None:
             raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
         check_reading(weight)
     # AdamW knows what to do with wrappers, and a division with DTensors, whose parts are looked at.
-    wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
     wrapped = is_dtensor(p) or (wrapper and not weight.matrix)
     if may_move(p) and not wrapped and (reason := why_not_plain_memory(p)):
         cure = "send it to AdamW, as by adamw=[...] of prokl.param_groups, or train a plain tensor"
