@@ -139,7 +139,7 @@ KINDS = [
     (linear(1, 8), "adamw", "one row or column, weight of Linear"),
     (linear(1, 1), "adamw", "1x1 matrices only, weight of Linear"),
     (of_class("ColumnParallelLinear", weight=torch.zeros(6, 8)), "matrix", "linear layer (ColumnParallelLinear)"),
-    (of_class("Conv1D", weight=torch.zeros(6, 8)), "matrix", "2-D, weight of Conv1D"),
+    (of_class("Conv1D", weight=torch.zeros(6, 8)), "matrix", "2-D, weight of Conv1D" + GUESS),
     (nn.Conv2d(4, 8, 3, bias=False), "matrix", "convolution, flattened to 8x36"),
     (nn.Conv2d(1, 8, 1, bias=False), "adamw", "one row or column, weight of Conv2d"),
     (nn.Conv2d(4, 1, 3, bias=False), "adamw", "one row or column, weight of Conv2d"),
@@ -189,6 +189,27 @@ def test_parametrized_modules_are_read_through():
     found = by_name(model)
     matrices = {name.replace(".parametrizations.weight", "") for name, r in found.items() if r.algorithm == "matrix"}
     assert len(found) == 9 and matrices == {"body.original", "normed.original1", "conv.original1"}
+
+
+class Former(nn.Linear):
+    """A layer with the signature that torch's method had before it could repeat what is tied."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_model_with_its_own_named_parameters_is_routed():
+    assert by_name(Former(4, 8))["weight"].algorithm == "matrix"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_gains_of_weight_norm_have_no_decay_and_are_no_head(norm):
+    found = by_name(holding(words=norm(nn.Embedding(9, 4)), body=norm(linear(4, 8)), lm_head=norm(linear(8, 9))))
+    gains = {name: r for name, r in found.items() if name.endswith(("weight_g", "original0"))}
+    assert len(gains) == 3 and len(found) == 6
+    assert all((r.algorithm, r.decays, r.head) == ("adamw", False, False) for r in gains.values())
+    assert [r.head for name, r in found.items() if name not in gains] == [False, False, True]
 
 
 def test_an_orthogonal_layer_stays_orthogonal():

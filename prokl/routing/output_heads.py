@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
 from prokl.routing.layout import NAMED_AS_FUSED
-from prokl.routing.owners import Owner, asked, read
+from prokl.routing.owners import GAINS, Owner, asked, read
 from prokl.routing.routes import COPY
 from prokl.routing.rules import choose
 
@@ -228,7 +228,7 @@ def _inputs(o: Owner) -> Sequence[int]:
     shape = o.p.shape
     if o.norm or o.embedding:
         return shape[-1:]
-    if o.p.ndim < 2 or o.attr in ("weight_g", "weight_original0"):  # gains of weight norm
+    if o.p.ndim < 2 or o.attr in GAINS:
         return ()
     if o.conv1d:
         return shape[:1]

@@ -16,6 +16,8 @@ CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
 GRAPHS = {f"torch.export.unflatten.{name}Module" for name in ("Interpreter", "Unflattened")}
 GRAPHS |= {"torch.fx.graph_module.GraphModule"}
 """Classes of modules that run a graph, by name: nothing else here needs to import them."""
+GAINS = ("weight_g", "weight_original0")
+"""Names of what torch's norms of weights, former and present, multiply the normalised weight by."""
 GATED = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 

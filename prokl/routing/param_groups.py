@@ -89,8 +89,9 @@ def param_groups(
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
     4. It is marked ``_no_weight_decay``, acts element by element by its name (``A_log``, ``time_decay``, ``scale``),
-       or holds the Householder vectors of torch's ``orthogonal`` layers that are not square, whose diagonal must not
-       move: AdamW without weight decay. It has ``_optim``, settings of its own, as S4's layers do: AdamW with these.
+       is the gain of torch's ``weight_norm``, or holds the Householder vectors of torch's ``orthogonal`` layers that
+       are not square, whose diagonal must not move: AdamW without weight decay. It has ``_optim``, settings of its own,
+       as S4's layers do: AdamW with these.
     5. It belongs to an embedding, torch's or a class named so, as does the head that is tied to it: AdamW.
     6. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
     7. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import ADAMW_BOUNDS, check, plain
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.routing.owners import Owner, asked, read
+from prokl.routing.owners import GAINS, Owner, asked, read
 from prokl.routing.routes import Algorithm, Route
 
 TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
@@ -155,6 +155,8 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
         return to("adamw", f"has settings of its own, {what}")
     if first(lambda o: o.attr != "weight" and o.says(ELEMENTWISE)):
         return to("adamw", f"acts element by element by its name, {what}", decays=False)
+    if first(lambda o: o.attr in GAINS) and MatrixShape.of(p).m == 1:
+        return to("adamw", f"gain of a norm of weights, {what}", decays=False)
     if first(lambda o: o.reflections):
         return to("adamw", f"Householder vectors, with signs that must not move, {what}", decays=False)
     if o := first(lambda o: o.embedding):
@@ -187,7 +189,7 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
         return to("matrix", f"{o.written} of {o.kind}" + (", gates fused" if o.gated else ""))
     if p.ndim == 3:
         return to("matrix", f"stack of {shape.count}, {what}")
-    own = all(o.attr != "weight" and (o.container or not o.cls.__module__.startswith("torch.nn.")) for o in owners)
+    own = all(o.container or not (o.conv1d or o.cls.__module__.startswith("torch.nn.")) for o in owners)
     guess = ", taken for a factor of products (adamw= if it acts element by element)" if own else ""
     return to("matrix", f"2-D, {what}{guess}")
 
@@ -217,7 +219,8 @@ def undecayed(model: nn.Module) -> dict[str, str]:
     for prefix, module in model.named_modules():
         answers = [asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords")]
         names, words = ([n for n in a if isinstance(n, str)] if isinstance(a, Iterable) else [] for a in answers)
-        for full, p in module.named_parameters(remove_duplicate=False) if not prefix or names or words else ():
+        held = nn.Module.named_parameters(module, remove_duplicate=False)  # a model's own form may take less
+        for full, p in held if not prefix or names or words else ():
             name, bare = f"{prefix}.{full}" if prefix else full, unwrapped_name(full)
             if getattr(p, "_no_weight_decay", False):
                 found[name] = "_no_weight_decay"
