@@ -132,6 +132,26 @@ def test_weights_of_some_ranks_beside_those_of_all_are_stepped_as_in_one_process
         assert_close(found, {name: expected[name] for name in found})
 
 
+def on_two_of_the_ranks():
+    """Train shards on a mesh of two dimensions on ``SOME``, one of which is in one group more; return them, whole."""
+    mesh = DeviceMesh("cpu", [[*SOME]])
+    dist.new_group([0, 2])
+    if dist.get_rank() not in SOME:
+        return None
+    weights = {name: nn.Parameter(placed(value(ALL_HAVE[name], 0), mesh, [Replicate(), Shard(0)])) for name in ALL_HAVE}
+    optimizer = PRO([*weights.items()], rank=3)
+    for call in range(3):
+        give(weights, call)
+        optimizer.step()
+    return whole(weights)
+
+
+def test_ranks_in_more_groups_than_others_share_a_mesh_that_is_not_the_world(pools):
+    first, second, *others = pools[4].run(on_two_of_the_ranks)
+    assert_same(first, second)
+    assert others == [None, None]
+
+
 def wrapped(how):
     """Train a small net by its own gradients: alone, under DDP, FSDP2 or HSDP, each rank on its part of every batch."""
     torch.manual_seed(0)

@@ -75,9 +75,25 @@ def team_of(group: ProcessGroup | DeviceMesh, teams: dict[tuple[int, ...], Team]
         elif mesh is not None and ranks == tuple(range(dist.get_world_size())):
             group = dist.distributed_c10d._get_default_group()
         elif mesh is not None:
+            _level_counts_of_groups(mesh)
             group = dist.new_group(list(ranks), use_local_synchronization=True)
         teams[ranks] = Team(group)
     return teams[ranks]
+
+
+def _level_counts_of_groups(mesh: DeviceMesh) -> None:
+    """Let all ranks of a mesh be in as many process groups, by groups of their own: torch names a new one by that.
+
+    Without it those in more than others, as one of the first and the last stage of a pipeline, wait under other names.
+    """
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    most = len(names)
+    for dim in range(mesh.ndim):  # after the last one it is that of all
+        group, counts = mesh.get_group(dim), [0] * mesh.size(dim)
+        dist.all_gather_object(counts, most, group=group)
+        most = max(counts)
+    while len(names) < most:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def check_group(group: Any) -> None:
