@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prokl
 from prokl import diagnostics, param_groups
 from prokl.backends.device import is_host_readable
+from prokl.distributed.team import Team
 from prokl.distributed.weights import local
 from tests.distributed.checkpoints import gathered, read, refuse, resume, save_and_go_on
 from tests.distributed.placements import (
@@ -144,6 +145,19 @@ def on_two_of_the_ranks():
         give(weights, call)
         optimizer.step()
     return whole(weights)
+
+
+def with_copies_on_ranks_of_no_dimension():
+    """Return the ranks that have copies with this one, of two blocks whose ranks are no line of the mesh."""
+    mesh, team = init_device_mesh("cpu", (2, 2)), Team(dist.group.WORLD)
+    dist.new_group([0, 1])
+    return [team.copies(places, mesh).ranks for places in ((0, 3), (0, 1, 2, 3), (0, 1))]
+
+
+def test_ranks_in_more_groups_than_others_share_copies(pools):
+    every, none = (0, 1, 2, 3), (0,)
+    pair = [[(0, 3), every, (0, 1)], [none, every, (0, 1)], [none, every, none], [(0, 3), every, none]]
+    assert pools[4].run(with_copies_on_ranks_of_no_dimension) == pair
 
 
 def test_ranks_in_more_groups_than_others_share_a_mesh_that_is_not_the_world(pools):

@@ -45,12 +45,20 @@ class Team:
         return values
 
     def copies(self, places: Sequence[int], mesh: DeviceMesh) -> Team:
-        """Return those of the team that have copies of one block of a DTensor on ``mesh``, of whom this rank is one."""
+        """Return those of the team with copies of one block of a DTensor on ``mesh``; other ranks are by themselves.
+
+        All of the team call it, with the same places in the same order.
+        """
         ranks = tuple(self.ranks[place] for place in places)
         if ranks not in self._copies:
-            groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            alike = [group for group in groups if tuple(dist.get_process_group_ranks(group)) == ranks]
-            group = alike[0] if alike else dist.new_group(list(ranks), use_local_synchronization=True)
+            group, dims, here = None, range(mesh.ndim), self.index in places
+            lines = [line for dim in dims for line in mesh.mesh.movedim(dim, -1).flatten(0, -2).tolist()]
+            if list(ranks) not in lines:
+                _level_counts_of_groups([self.group])
+                group = dist.new_group(list(ranks), use_local_synchronization=True) if here else None
+            elif here:
+                groups = [mesh.get_group(dim) for dim in dims]
+                group = next(each for each in groups if tuple(dist.get_process_group_ranks(each)) == ranks)
             self._copies[ranks] = Team(group)
         return self._copies[ranks]
 
@@ -75,25 +83,25 @@ def team_of(group: ProcessGroup | DeviceMesh, teams: dict[tuple[int, ...], Team]
         elif mesh is not None and ranks == tuple(range(dist.get_world_size())):
             group = dist.distributed_c10d._get_default_group()
         elif mesh is not None:
-            _level_counts_of_groups(mesh)
+            _level_counts_of_groups([mesh.get_group(dim) for dim in range(mesh.ndim)])
             group = dist.new_group(list(ranks), use_local_synchronization=True)
         teams[ranks] = Team(group)
     return teams[ranks]
 
 
-def _level_counts_of_groups(mesh: DeviceMesh) -> None:
-    """Let all ranks of a mesh be in as many process groups, by groups of their own: torch names a new one by that.
+def _level_counts_of_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Let ranks that know each other by these groups be in as many, by groups of one: torch names a new one by that.
 
     Without it those in more than others, as one of the first and the last stage of a pipeline, wait under other names.
     """
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     most = len(names)
-    for dim in range(mesh.ndim):  # after the last one it is that of all
-        group, counts = mesh.get_group(dim), [0] * mesh.size(dim)
+    for group in groups:  # after the last dimension of a mesh it is that of all
+        counts = [0] * dist.get_world_size(group)
         dist.all_gather_object(counts, most, group=group)
         most = max(counts)
-    while len(names) < most:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    while len(names) < most:  # NCCL's would need others of the world
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
 
 
 def check_group(group: Any) -> None:

@@ -182,8 +182,10 @@ class Wave:
                 mine = [t for t in transfers if team.index == t.part.owner or team.index in t.holders]
                 sent.setdefault((team, p.device, weight.sharded), []).extend(mine)
             for transfer in transfers if weight.sharded else ():
-                if len(transfer.holders) > 1 and team.index in transfer.holders:
-                    copies = team.copies(transfer.holders, p.device_mesh)  # type: ignore[attr-defined]
+                if len(transfer.holders) == 1:
+                    continue
+                copies = team.copies(transfer.holders, p.device_mesh)  # type: ignore[attr-defined]
+                if team.index in transfer.holders:
                     rows = copied.setdefault((copies, p.device), [[] for _ in copies.ranks])
                     rows[copies.ranks.index(team.ranks[transfer.sender])].append(transfer)
         self.copies = [Replicas(team, rows, device, returned=True) for (team, device), rows in copied.items()]
