@@ -251,6 +251,8 @@ def test_adamw_refuses_a_weight_that_torch_fails_at_in_the_midst_of_a_step(dtype
     groups = [{"params": named((4, 6))}, {"params": [("odd", odd)], "algorithm": "adamw", "lr": 0.01}]
     with pytest.raises(ValueError, match=says):
         PRO([groups[0], groups[1] | {"fused": fused}])
+    frozen = torch.nn.Parameter(odd.detach(), requires_grad=False)
+    PRO([groups[0], groups[1] | {"params": [("odd", frozen)], "fused": fused}])
     if fused:  # as the recipe sets it, once the groups are made
         optimizer = train(PRO(groups), [0])
         optimizer.param_groups[1]["fused"] = True

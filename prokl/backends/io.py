@@ -251,7 +251,7 @@ class TorchIO:
             if masks:
                 mask = reduce(torch.logical_and, masks).reshape(-1, *[1] * (to.ndim - 1))
                 torch.where(mask, value.to(to.dtype), to, out=to)  # one pass: element by element, in place
-        if whole := [slot for slot in slots if not slot.masks]:  # at once: Ctrl-C leaves factors and bases of one step
+        if whole := [slot for slot in slots if not slot.masks]:  # at once: Ctrl-C parts no bases from factors
             torch._foreach_copy_([slot.to for slot in whole], [slot.value for slot in whole])
 
     def release(self) -> None:

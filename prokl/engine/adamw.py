@@ -150,7 +150,7 @@ def check_options(group: Group, index: int) -> None:
     for p, name in named(group, index) if group["capturable"] or group["fused"] else ():
         if group["capturable"] and p.device.type in ("cpu", "mps"):
             raise ValueError(f"Invalid capturable=True: {name} is on {p.device}, without CUDA graphs. Set it back.")
-        if group["fused"] and p.is_complex():
+        if group["fused"] and p.is_complex() and may_move(p):
             raise ValueError(
                 f"Invalid fused=True: {name} is {p.dtype}, and torch's fused AdamW takes real weights. Put it in an "
                 "AdamW group without fused."

@@ -121,7 +121,7 @@ def check_weight(weight: Weight) -> None:
         )
     remedy = f"put it in a group {ADAMW_GROUP} with an lr of AdamW's"
     wrapper = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    trains = weight.matrix or (may_move(p) and not (p.is_complex() or wrapper))  # as AdamW does complex ones, too
+    trains = weight.matrix or (may_move(p) and not (p.is_complex() or wrapper))  # AdamW also steps complex ones
     if trains and p.dtype not in PARAMETER_DTYPES:
         cure = "optimize its real view" if p.is_complex() else "convert it, or leave it out of the optimizer"
         raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: {cure}.")
