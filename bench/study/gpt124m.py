@@ -148,7 +148,7 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
         if form in best:
             yield best[form].changed(change, qk_pieces=pieces)
     if OURS in best and MUON_9 in best:
-        yield from changes(best[OURS], best[MUON_9].hyper.lr)
+        yield from changes(best[OURS], best[MUON_9].changed(BY_HEADS, qk_pieces=scale.config.heads))
     yield from (its[form][0] for form in (KL, MUON, PAPER))
     yield from its[KL][1:]
     yield from adamw[2:]
@@ -170,10 +170,13 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
         yield replace(trial, scale=larger, hyper=replace(trial.hyper, qk_pieces=pieces))
 
 
-def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
-    """Yield the trials of Pro-KLShampoo with a setting changed, or two that belong together."""
-    smallest, _, largest = of.scale.ranks
+def changes(of: Trial, muon: Trial) -> Iterator[Trial]:
+    """Yield the trials of Pro-KLShampoo with a setting changed, or two that belong together, and one of Muon's."""
+    (smallest, _, largest), muon_lr = of.scale.ranks, muon.hyper.lr
     yield of.changed("early refreshes")  # the default since 0.7; rows before it have the first one in step 10
+    # On tokens higher rates of queries and keys end lower, for both: docs/findings.md.
+    yield of.changed("query and key at Muon's rate", qk_rate=muon_lr / of.hyper.lr)
+    yield muon.changed("query and key at twice the rate", qk_rate=2.0)
     yield of.changed("a refresh every 3", precondition_frequency=3)
     for steps in (4, 3):  # of a whitened matrix they make as much as five of Muon's momentum: docs/findings.md
         yield of.changed(f"ns_steps {steps}", ns_steps=steps)
@@ -185,7 +188,6 @@ def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
     yield of.changed("no bound", bounded=False)  # it acts on 1 % of steps, perhaps just where losses fall fast
     yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
     yield of.changed(f"rank {smallest}", rank=smallest)
-    yield of.changed("query and key at Muon's rate", qk_rate=muon_lr / of.hyper.lr)
     yield of.changed("bfloat16 state", state_dtype="bfloat16")
     yield of.changed(f"rank {largest}", rank=largest)
 
