@@ -54,7 +54,8 @@ def test_a_step_launches_every_kernel():
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
     weights = [weight(*shape, seed=i) for i in range(2)]
-    optimizer = ProKLShampoo(weights, rank=4, backend="triton", precision=precision)
+    # bfloat16 as on a GPU, whatever this CPU has instructions for.
+    optimizer = ProKLShampoo(weights, rank=4, backend="triton", precision=precision, ns_dtype=torch.bfloat16)
     for i, W in enumerate(weights):
         W.grad = normal(*shape, seed=i)
     optimizer.step()  # which begins
