@@ -206,15 +206,17 @@ def test_a_rank_takes_its_own_of_what_is_loaded_for_a_stack(given):
 
 def test_copies_of_a_block_make_a_group_without_the_other_ranks(monkeypatch):
     """All ranks of a job would have to make it otherwise, those without a copy too."""
-    mesh, made = SimpleNamespace(ndim=3, get_group=lambda dim: f"dim {dim}"), []
+    of_all = torch.arange(8).view(2, 2, 2)
+    mesh, made = SimpleNamespace(ndim=3, mesh=of_all, get_group=lambda dim: f"dim {dim}"), []
     ranks = {"whole": range(8), "dim 0": (0, 4), "dim 1": (0, 2), "dim 2": (0, 1), "new": (0, 1, 4, 5)}
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(ranks[group]))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(torch.distributed, "new_group", lambda *given, **how: made.append((given, how)) or "new")
+    monkeypatch.setattr("prokl.distributed.team._level_counts_of_groups", made.append)
     team = Team("whole")
     assert team.copies([0, 1], mesh).group == "dim 2" and not made
     assert team.copies([0, 1, 4, 5], mesh) is team.copies([0, 1, 4, 5], mesh)
-    assert made == [(([0, 1, 4, 5],), {"use_local_synchronization": True})]
+    assert made == [["whole"], (([0, 1, 4, 5],), {"use_local_synchronization": True})]
 
 
 # The cost of a matrix
