@@ -140,10 +140,10 @@ def test_the_shown_division_gives_a_weight_its_rate_and_pieces():
         splits = group.get("split", [None] * len(group["params"]))
         found |= {name: (group["lr"], split) for name, split in zip(group["param_names"], splits, strict=True)}
     assert found.keys() == dict(model.named_parameters()).keys()
-    for i, factor in enumerate((0.5, 1.0)):
-        assert found[f"layers.{i}.k.weight"] == (factor * 0.02, 12)
-        assert found[f"layers.{i}.out.weight"] == (factor * 0.02, None)
-        assert found[f"layers.{i}.norm.weight"] == (factor * 3e-3, None)
+    for i in range(2):
+        assert found[f"layers.{i}.q.weight"] == found[f"layers.{i}.k.weight"] == (2 * 0.02, 12)
+        assert found[f"layers.{i}.out.weight"] == (0.02, None)
+        assert found[f"layers.{i}.norm.weight"] == (3e-3, None)
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda d: d.name)
