@@ -103,8 +103,8 @@ class Division:
                     forms.append(f"{one.name} {tuple(p.shape)} {p.dtype}, {moves}, {reading}")
                     owners.append(f"{one.name}, owned as {[*map(tuple, weight.parts)]}")
                 if weight.parts and may_move(p) and one.matrix:
-                    shapes = {self.engine.shape(one.group, member) for member in one.members()}
-                    matrices.append((weight, {(weight.team, shape) for shape in shapes}))
+                    keys = {(weight.team, self.engine.shape(one.group, member)) for member in one.members()}
+                    matrices.append((weight, keys))
                 elif weight.parts and may_move(p):
                     of_adamw.append(weight)
         except Exception as error:  # the others wait for a word
@@ -112,8 +112,8 @@ class Division:
         agree(lines, failure, "Nothing was stepped")
         compare(lines)
         self.weights, self.loads = weights, loads
-        own = {weight.stand_in: weight.team for weight in weights.values() if weight.parts}
-        self.engine.sharing = {p: team for p, team in own.items() if p is not None}
+        stepped = [weight for weight in weights.values() if weight.parts]
+        self.engine.sharing = {weight.stand_in: weight.team for weight in stepped if weight.stand_in is not None}
         for weight in weights.values():
             if weight.stacked and weight.mine is not None and weight.stand_in is not None:
                 self.engine.first[weight.stand_in] = weight.mine.start

@@ -17,7 +17,7 @@ GRAPHS = {f"torch.export.unflatten.{name}Module" for name in ("Interpreter", "Un
 GRAPHS |= {"torch.fx.graph_module.GraphModule"}
 """Classes of modules that run a graph, by name: nothing else here needs to import them."""
 GAINS = ("weight_g", "weight_original0")
-"""Names of what torch's norms of weights, former and present, multiply the normalised weight by."""
+"""Names of the gains of torch's weight_norm, the former and the present one."""
 GATED = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 

@@ -156,7 +156,7 @@ def choose(owners: Sequence[Owner], head: str | None) -> Route:
     if first(lambda o: o.attr != "weight" and o.says(ELEMENTWISE)):
         return to("adamw", f"acts element by element by its name, {what}", decays=False)
     if first(lambda o: o.attr in GAINS) and MatrixShape.of(p).m == 1:
-        return to("adamw", f"gain of a norm of weights, {what}", decays=False)
+        return to("adamw", f"gain of weight norm, {what}", decays=False)
     if first(lambda o: o.reflections):
         return to("adamw", f"Householder vectors, with signs that must not move, {what}", decays=False)
     if o := first(lambda o: o.embedding):
