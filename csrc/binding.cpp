@@ -36,8 +36,8 @@ void bind(pybind11::module_& m) {
                          at<const int>(before), at<void>(stream));
     });
     m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, bool of_root,
-                       Address deviations, Address before, Address status, Address stream) {
-        prokl::finish<T>(batch, n, k, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(deviations),
+                       Address work, Address before, Address status, Address stream) {
+        prokl::finish<T>(batch, n, k, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(work),
                          at<const int>(before), at<int>(status), at<void>(stream));
     });
 }

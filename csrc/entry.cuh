@@ -35,16 +35,16 @@ T acceptable(int k) {
 }
 
 template <class T>
-void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations,
+void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* work,
             const int* before, int* status, void* stream) {
-    if (deviations != nullptr)
+    if (work != nullptr && N.first.data != nullptr)
         launch(deviation_kernel<T>, dim3(ceil_div(k, ROWS), 1, batch), THREADS, sizeof(T) * WARPS,
-               static_cast<cudaStream_t>(stream), typed<T>(N), k, static_cast<T*>(deviations));
-    const size_t staged = finish_shared<T>(n, k, true);
+               static_cast<cudaStream_t>(stream), typed<T>(N), k, static_cast<T*>(work));
+    const size_t staged = finish_shared<T>(n, k, true, work == nullptr);
     const bool fits = staged <= std::min(STAGED_SHARED<T>, shared_limit());
     launch(fits ? finish_kernel<T, true> : finish_kernel<T, false>, dim3(1, 1, batch), THREADS,
-           fits ? staged : finish_shared<T>(n, k, false), static_cast<cudaStream_t>(stream), typed<T>(N),
-           static_cast<const T*>(deviations), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept),
+           fits ? staged : finish_shared<T>(n, k, false, work == nullptr), static_cast<cudaStream_t>(stream), typed<T>(N),
+           static_cast<T*>(work), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept),
            typed<T>(Q), n, k, before, status);
 }
 

@@ -11,14 +11,14 @@ constexpr int CHUNK = 128;  // columns that a reflection handles at a time: four
 // Elements between rows of a matrix in shared memory; odd, so that a column meets all banks.
 __host__ __device__ constexpr int pitch_of(int k) { return k | 1; }
 
-// `staged`: with the matrix itself.
+// `staged`: with the matrix itself. `columns`: with two elements a column, which many columns have in global memory.
 template <class T>
-constexpr size_t finish_shared(int n, int k, bool staged) {
-    return ((staged ? size_t(n) * pitch_of(k) : 0) + WARPS * CHUNK + WARPS + 2 * k) * sizeof(T);
+constexpr size_t finish_shared(int n, int k, bool staged, bool columns) {
+    return ((staged ? size_t(n) * pitch_of(k) : 0) + WARPS * CHUNK + WARPS + (columns ? 2 * k : 0)) * sizeof(T);
 }
 // The largest matrix that is staged: 128 x 128, in 142 KB of float64 and half of it in float32.
 template <class T>
-constexpr size_t STAGED_SHARED = finish_shared<T>(128, 128, true);
+constexpr size_t STAGED_SHARED = finish_shared<T>(128, 128, true, true);
 
 // Columns [from, to) of A <- (I - tau v v^T) times them, with v_j = 1 and the rest of v in column j below row j.
 template <class T>
@@ -55,13 +55,11 @@ __device__ void reflect(T* A, Index ld, int rows, int j, int from, int to, T tau
     }
 }
 
-// A (rows x k, rows >= k) <- Q of its QR with a non-negative diagonal in R, by all THREADS threads. `scratch`: WARPS CHUNK
-// + WARPS + 2 k elements.
+// A (rows x k, rows >= k) <- Q of its QR with a non-negative diagonal in R, by all THREADS threads. `partial`:
+// WARPS CHUNK + WARPS elements; `tau`: 2 k of them.
 template <class T>
-__device__ void householder(T* A, Index ld, int rows, int k, T* scratch) {
-    T* partial = scratch;
+__device__ void householder(T* A, Index ld, int rows, int k, T* partial, T* tau) {
     T* sums = partial + WARPS * CHUNK;
-    T* tau = sums + WARPS;
     T* sign = tau + k;
     for (int j = 0; j < k; ++j) {
         T square = 0;
@@ -141,37 +139,42 @@ __device__ T deviation(const Sum<T>& N, int b, int k, int first, int rows, T* sc
     return block_sum(square, scratch);
 }
 
-// deviations (B,k / ROWS rounded up) <- those of runs of ROWS rows: of large matrices, which take a block of threads long.
+// Elements of one matrix of many columns to work with: two a column, then its deviations.
+__host__ __device__ constexpr int work_of(int k) { return 2 * k + (k + ROWS - 1) / ROWS; }
+
+// work (B,work_of(k)) <- behind its 2 k, deviations of runs of ROWS rows, which take one block of threads long.
 template <class T>
-__global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, T* deviations) {
+__global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, T* work) {
     const int first = blockIdx.x * ROWS;
     const T square = deviation(N, blockIdx.z, k, first, min(ROWS, k - first), dynamic_shared<T>());
-    if (threadIdx.x == 0) deviations[Index(blockIdx.z) * gridDim.x + blockIdx.x] = square;
+    if (threadIdx.x == 0) work[Index(blockIdx.z) * work_of(k) + 2 * k + blockIdx.x] = square;
 }
 
 // Q (B,n,k) stays where its Gram matrix N is within `acceptable` of the identity, in Frobenius' norm, unless what it was
 // made of is `wrong` (a bit of `before`, or 0). Elsewhere, and without N, it becomes Q of A's QR by Householder; of an A
-// that is not finite `kept`, or NaN without it. `deviations`, if given, are what deviation_kernel left of N. STAGED: A
+// that is not finite `kept`, or NaN without it. `work`, if given, has what deviation_kernel left of N. STAGED: A
 // fits in shared memory; otherwise Q is worked on where it lies.
 template <class T, bool STAGED>
 __global__ void __launch_bounds__(THREADS, 1)
-    finish_kernel(Sum<T> N, const T* deviations, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept,
+    finish_kernel(Sum<T> N, T* work, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept,
                   Batch<T> Q, int n, int k, const int* before, int* status) {
     const int b = blockIdx.z;
     T* partial = dynamic_shared<T>();
     const int done = before == nullptr ? 0 : before[b];
+    if (work != nullptr) work += Index(b) * work_of(k);
     if (N.first.data != nullptr && (done & wrong) == 0) {
         T square = 0;
-        if (deviations == nullptr)
+        if (work == nullptr)
             square = deviation(N, b, k, 0, k, partial);
         else
-            for (int i = 0, runs = (k + ROWS - 1) / ROWS; i < runs; ++i) square += deviations[Index(b) * runs + i];
+            for (int i = 2 * k; i < work_of(k); ++i) square += work[i];
         if (sqrt(square) <= acceptable) {  // false for NaN
             if (threadIdx.x == 0) status[b] = done;
             return;
         }
     }
-    T* scale = partial + WARPS * CHUNK + WARPS;  // where Householder has its factors later on
+    T* shared = partial + WARPS * CHUNK + WARPS;
+    T* scale = work == nullptr ? shared : work;  // where Householder has its factors later on
     const T *from = A[b], *otherwise = kept.data == nullptr ? nullptr : kept[b];
     T* to = Q[b];
     const bool finite = column_scales(from, A.ld, n, k, scale, partial);
@@ -181,12 +184,12 @@ __global__ void __launch_bounds__(THREADS, 1)
             to[e / k * Q.ld + e % k] = otherwise == nullptr ? QUIET_NAN<T> : otherwise[e / k * kept.ld + e % k];
         return;
     }
-    T* place = STAGED ? scale + 2 * k : to;
+    T* place = STAGED ? shared + (work == nullptr ? 2 * k : 0) : to;
     const Index ld = STAGED ? Index(pitch_of(k)) : Q.ld;
     for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
         place[e / k * ld + e % k] = from[e / k * A.ld + e % k] * scale[e % k];
     __syncthreads();
-    householder(place, ld, n, k, partial);
+    householder(place, ld, n, k, partial, scale);
     if constexpr (STAGED)
         for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS) to[e / k * Q.ld + e % k] = place[e / k * ld + e % k];
 }

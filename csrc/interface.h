@@ -41,9 +41,9 @@ struct Factors {
 template <class T>
 void factor(int batch, int k, Sums N, Kind kind, Factors factors, const int* before, void* stream);
 // `of_root`: Q is of a product with the root C that `before` tells of, and no Q of A's where that is none.
-// `deviations` (B,k / 64 rounded up), or nullptr where N is small: to work with.
+// `work` (B,2 k + k / 64 rounded up), or nullptr where columns are few enough for shared memory: to work with.
 template <class T>
-void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations,
+void finish(int batch, int n, int k, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* work,
             const int* before, int* status, void* stream);
 
 // Columns that one block of threads factors.

@@ -235,6 +235,14 @@ def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, n
     assert (found.status == wanted.status).all()
 
 
+def test_as_many_columns_as_memory_holds_need_no_more_shared_memory(extension_on_cpu):
+    A = torch.full((1, 1, 12_200), torch.nan)  # of which the kernel reads one row; two elements a column are 95 KB
+    Q = torch.zeros_like(A)
+    with shared_limit(extension_on_cpu, 99 * 1024):
+        status = torch.ops.prokl.finish(A, Q, None, None, None)
+    assert (status == QRStatus.NONFINITE).all() and Q.isnan().all()
+
+
 def test_squares_that_overflow_are_factored_all_the_same(extension_on_cpu):
     V, K, U = draw("tracking", "condition 1e+04, settled", (1, 60, 12))
     assert_is_qr("tracking", (3e37 * V, 3e37 * K, U), track(3e37 * V, 3e37 * K, U).Q)

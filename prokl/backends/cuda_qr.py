@@ -285,9 +285,9 @@ def _finish(
     B, _, k = A.shape
     done = _new(A, B, dtype=torch.int32)
     kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
-    deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
+    work = _new(A, B, 2 * k - (-k // ROWS)) if k > BLOCK[A.dtype] else None
     matrices = (_where(A), _sum(N), _where(kept), _where(Q), of_root)
-    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(status), done.data_ptr())
+    _launch("finish", A, *A.shape, *matrices, _at(work), _at(status), done.data_ptr())
     return done
 
 
