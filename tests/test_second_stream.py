@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
-from prokl.backends.device import SecondStream
+from prokl.backends.device import SecondStream, _second
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
@@ -132,7 +132,7 @@ def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
     cuda = MagicMock()
     for name in ("current_stream", "Stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    cuda.current_stream().cuda_stream = 7
+    cuda.current_stream().cuda_stream, cuda.Stream().cuda_stream = 7, 8
     event, other = cuda.current_stream().record_event(), cuda.Stream()
     cuda.reset_mock()
     second = SecondStream(torch.device("cuda:9"), priority=-1)
@@ -151,6 +151,16 @@ def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
         call.stream().__exit__(None, None, None),
         call.current_stream().wait_stream(other),
     ]
+
+
+def test_no_two_second_streams_are_the_same(monkeypatch):
+    """Torch gives its 32 in turn: here one to this package, 31 to others, then the first again."""
+    turn = iter([0, 1, 2])
+    made = [SimpleNamespace(cuda_stream=stream) for stream in (7, 7, 9)]
+    monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: made[next(turn)])
+    monkeypatch.setattr("prokl.backends.device._SECONDS", set())
+    gpu = torch.device("cuda", 5)
+    assert [_second.__wrapped__(gpu, current, -1).cuda_stream for current in (1, 2)] == [7, 9]
 
 
 @pytest.mark.slow

@@ -96,8 +96,19 @@ class SecondStream(AbstractContextManager[None]):
 
 @lru_cache(maxsize=64)
 def _second(device: torch.device, stream: int, priority: int) -> Any:
-    """Return the stream beside another, so that what one thread captures is no other one's."""
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    """Return the stream beside another, so that what one thread captures is no other one's.
+
+    No two are the same: memory that one has freed would be written by the other before the first's neighbour reads it.
+    """
+    for _ in range(32):  # as many as torch has of a priority, which it gives in turn
+        second = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        if (key := (device, second.cuda_stream)) not in _SECONDS:
+            break
+    _SECONDS.add(key)
+    return second
+
+
+_SECONDS: set[tuple[torch.device, int]] = set()
 
 
 def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
