@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from prokl import KLShampoo
 from prokl.engine.bucket import NEVER_MOVED_AFTER
 from tests.inputs import (
     BACKENDS,
@@ -149,6 +150,17 @@ def never_moved_warnings(calls):
         warnings.simplefilter("always")
         calls()
     return [w for w in caught if "not moved" in str(w.message)]
+
+
+def test_a_direction_beyond_the_range_moves_nothing():
+    """Its norm is infinite in float32, after gradients 1e37 times larger that the spectra have forgotten at once."""
+    W = torch.nn.Parameter(torch.zeros(96, 128))
+    optimizer = KLShampoo([W], lr=0.01, momentum=0.9, beta2=0.0)
+    g = torch.Generator().manual_seed(0)
+    for i in range(10):
+        W.grad = torch.randn(96, 128, generator=g) * (1e16 if i < 5 else 1e-21)
+        optimizer.step()
+        assert W.isfinite().all(), i
 
 
 @both

@@ -55,7 +55,8 @@ def step(
     if decision is not None:
         size, largest = norm(D), MOMENTUM_CLIP_FACTOR * h.gain * (m * n) ** 0.5
         cut = torch.where(size > largest, largest / size, 1.0)
-        D, bounded = D * cut.to(D.dtype)[:, None, None], decision.bounded | (cut < 1)
+        D = (D * cut.to(D.dtype)[:, None, None]).masked_fill_((cut == 0)[:, None, None], 0.0)  # of an infinite norm
+        bounded = decision.bounded | (cut < 1)
     D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale), Q_R.mT)
 
     # The EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues.
