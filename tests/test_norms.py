@@ -46,9 +46,9 @@ def test_wrong_squares_raise_with_their_shape():
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["faithful", "balanced"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 3e38])
 def test_a_factor_beyond_the_range_makes_zeros(bad, paired):
-    """Whatever else it holds; and the one beside it, which is within the norm, stays."""
+    """Also one whose product may be; whatever else it holds. The one beside it, which is within the norm, stays."""
     g = torch.Generator().manual_seed(3)
     left, T = (torch.randn(2, *size, generator=g).to(DEVICE) for size in ((9, 70), (70, 67)))
     T[0, 69, 66] = bad

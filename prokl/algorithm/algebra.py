@@ -324,12 +324,14 @@ class Algebra:
         """Return left T (B,m,k) for T of :meth:`subspace_parts`, brought down to the norm ``largest`` if it is beyond.
 
         Also ``clipped`` (B,), plus 1 where T was beyond, and where ``bounded`` (B,), bool; where that is None nothing
-        is brought down. One that is not finite, as of a momentum from gradients 1e37 times larger, makes zeros. Norms
-        are in float64 where there is one: squares of whitened float32 may overflow.
+        is brought down. One that is not finite, as of a momentum from gradients 1e37 times larger, makes zeros, as one
+        whose product may not be: rows of ``left`` have norm 1, so that its norm bounds all entries. Norms are in
+        float64 where there is one: squares of whitened float32 may overflow.
         """
         if bounded is not None and clipped is not None:
             norm = evidence.norm(T)
-            factor = torch.where(norm <= largest, 1.0, (largest / norm).nan_to_num(0.0)).to(T.dtype)
+            down = torch.where(norm < torch.finfo(T.dtype).max / 2, largest / norm, 0.0)  # NaN is not below
+            factor = torch.where(norm <= largest, 1.0, down).to(T.dtype)
             T = T.mul_(per_matrix(factor)).masked_fill_(per_matrix(factor == 0), 0.0)
             clipped = clipped + (bounded | (factor < 1))
         return self.product(left, self.operand(T)).to(dtype), clipped

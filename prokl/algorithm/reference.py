@@ -124,12 +124,13 @@ def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool,
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
     """Scale a whitened part of the direction of so many entries to the norm that they may have; True where it was.
 
-    One beyond the range of its dtype makes no step.
+    One whose norm is beyond half the largest number of its dtype makes no step.
     """
     bound, norm = MOMENTUM_CLIP_FACTOR * h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
     if h.clip_threshold is None or norm <= bound:
         return whitened, False
-    return whitened * (bound / norm) if math.isfinite(norm) else torch.zeros_like(whitened), True
+    held = norm < torch.finfo(whitened.dtype).max / 2
+    return whitened * (bound / norm) if held else torch.zeros_like(whitened), True
 
 
 def momentum_and_projection(
