@@ -57,6 +57,7 @@ STATED = {
     "one head of keys": (attention(12, 4, num_heads=3, num_key_value_heads=1), [3, None, None]),
     "the module's own before its config's": (attention(num_heads=3, config={"num_heads": 4}), [3, 3, None]),
     "names of Llama's own code": (attention(names="w{}", n_local_heads=3, n_heads=6), [3, 3, None]),
+    "names of gpt-fast": (attention(12, 8, names="w{}", n_head=3, n_local_heads=2), [3, 2, None]),
     "DeepSeek's queries": (with_settings(holding(q_b_proj=linear(8, 18)), num_heads=3, qk_head_dim=6), [3]),
     "names of other code": (attention(names="c_{}", num_heads=3), [3, 3, None]),
     "plural names": (with_settings(holding(queries=linear(8, 12), keys=linear(8, 12)), num_heads=3), [3, 3]),

@@ -349,6 +349,9 @@ def _called(o: Owner) -> str:
 def _stated(o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Return the numbers of heads and a head's rows as modules state them."""
     queries, keys, width = (_first(_holders(o), names) for names in (HEADS, KEY_HEADS, WIDTHS))
+    of_both = [_first(_holders(o), [name]) for name in ("n_head", "n_local_heads")]
+    if keys is None and None not in of_both:
+        queries, keys = of_both  # gpt-fast's: in Llama's own code, which has no n_head, both are of queries
     if queries is None:
         raise NotByHeads("their number is not known (heads= tells it)")
     counts = {"q": queries, "k": keys or queries, "v": queries}
