@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import warnings
 import weakref
@@ -588,7 +589,9 @@ def changed_after_the_start(key, setting):
     run.optimizer.param_groups[0][key] = setting
     if setting == "gone":
         del run.optimizer.param_groups[0][key]
-    return message(run.step, 1)
+    with patch.dict("os.environ"):
+        os.environ.pop("TRITON_INTERPRET", None)  # with which a CPU runs the kernels
+        return message(run.step, 1)
 
 
 @pytest.mark.parametrize(
@@ -597,6 +600,7 @@ def changed_after_the_start(key, setting):
         ("rank", 2, "rank"),
         ("state_dtype", torch.bfloat16, "state_dtype"),
         ("split", 2, "split"),
+        ("backend", "triton", "Invalid backend='triton'"),
         ("rank", "gone", "Group 0 has no rank, which algorithm='matrix' needs, by default 3: set it back. If the alg"),
         ("algorithm", "gone", "Invalid algorithm=None: must be one of ('matrix', 'adamw')."),
     ],

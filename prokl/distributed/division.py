@@ -183,6 +183,8 @@ class Division:
             for index in range(len(outer.groups)):
                 outer.check_group(index)
             self._stepped = [*weights_of(outer.groups)]
+            for one in self._stepped:
+                outer.check_backend(one)
         for one in self._stepped:  # what all ranks refuse alike, and before any waits
             check_gradient(one, is_stepped=False)  # stand-ins are looked at where they step
         if not stands:

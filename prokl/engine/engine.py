@@ -331,9 +331,13 @@ class Engine:
         self.check_group(index)
         for weight in weights_of([group], index):
             check_weight(weight)
-            if weight.matrix:
-                dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
-                select.select(group["backend"], weight.p.device, group["precision"], dtype)
+            self.check_backend(weight)
+
+    def check_backend(self, weight: Weight) -> None:
+        """Raise ValueError for a backend that a matrix weight's device does not run."""
+        if weight.matrix:
+            dtype = compute_dtype(weight.p.dtype, state_dtype(weight.group, weight.p))
+            select.select(weight.group["backend"], weight.p.device, weight.group["precision"], dtype)
 
     def members(self, weight: Weight) -> list[Member]:
         """Return the weight as one member, or each piece of ``split`` as one: what has a state of its own."""
