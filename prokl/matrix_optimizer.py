@@ -328,21 +328,24 @@ class MatrixOptimizer(Optimizer):
         division, before = self._divided(), self.param_groups
         if division is not None:
             division.update(self._outer)
+        given: list[dict[str, Any]] = []
+
+        def prepare(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            checkpoint.check_form(loaded)
+            given.extend(loaded["param_groups"])
+            of_adamw = self._outer.adamw.defaults(self.defaults["maximize"])
+            return checkpoint.prepare(loaded, self.param_groups, self.defaults, of_adamw)
+
         with nullcontext() if division is None else division.loading():
-            checkpoint.check_form(state_dict)
-            last_hook = self.register_load_state_dict_pre_hook(self._prepare)
+            if not isinstance(state_dict, Mapping):
+                checkpoint.check_form(state_dict)
+            last_hook = self.register_load_state_dict_pre_hook(prepare)  # others may give another dict before
             try:
                 super().load_state_dict(state_dict)
             finally:
                 last_hook.remove()
-        for message in checkpoint.differing(
-            state_dict["param_groups"], before, self.param_groups, self.state, self.method
-        ):
+        for message in checkpoint.differing(given, before, self.param_groups, self.state, self.method):
             warnings.warn(message, stacklevel=4)  # past both decorators: the caller's line
-
-    def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        of_adamw = self._outer.adamw.defaults(self.defaults["maximize"])
-        return checkpoint.prepare(loaded, self.param_groups, self.defaults, of_adamw)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._division is not None or self._process_group is not None:

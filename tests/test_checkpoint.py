@@ -17,7 +17,7 @@ from prokl.engine.checkpoint import with_step_tensors
 from tests.distributed.checkpoints import load, save
 from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES
 from tests.distributed.placements import Run as AnyRun
-from tests.inputs import BACKENDS, KL, PRO, VARIANTS, both, weight
+from tests.inputs import BACKENDS, KL, PRO, VARIANTS, both, same_bits, weight
 from tests.training import (
     COPIES,
     OTHERS,
@@ -210,6 +210,16 @@ def test_a_load_hook_may_change_an_ordinary_state_dict(method):
     target.optimizer.register_load_state_dict_pre_hook(double)
     target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
     assert torch.equal(contents(target.optimizer)[0]["M_Q"], 2 * contents(source.optimizer)[0]["M_Q"])
+
+
+@both
+def test_a_load_hook_may_give_the_state_dict_from_another_one(cls):
+    source, target = (Run(cls=cls) for _ in range(2))
+    target.optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: saved["optimizer"])
+    target.optimizer.load_state_dict({"optimizer": source.train(0, 3).optimizer.state_dict()})
+    one, other = (contents(run.optimizer)[0] for run in (source, target))
+    assert one.keys() == other.keys()
+    assert all(same_bits(*map(torch.as_tensor, (one[key], other[key]))) for key in one if key != "W")
 
 
 ALL_KEYS = [(cls, 0, cls([weight(2, 3)]).defaults.keys() - {"split"}) for cls in (PRO, KL)]

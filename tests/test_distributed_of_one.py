@@ -12,6 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from prokl.algorithm.polynomials import MUON
 from tests.distributed import checkpoints
@@ -145,6 +150,36 @@ def test_reordered_weights_take_their_own_state(cls, route, tmp_path):
         found = contents(run.optimizer, [p]), contents(other.optimizer, [other.weights[name]])
         assert differences(*found) == set()
     other.train(SAVED, END)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("component", ["layer", "module", "base_layer"])
+def test_weights_of_other_stages_keep_components_that_wrappers_share(component, flat):
+    """Torch names such weights whole, and takes no wrapper of its own out of them."""
+
+    def build(*numbers):
+        layers = {f"stage{i}": torch.nn.ModuleDict({component: torch.nn.Linear(6, 4, bias=False)}) for i in numbers}
+        model = torch.nn.ModuleDict(layers)
+        params = [(name, p) for name, p in model.named_parameters()]
+        optimizer = PRO([{"params": params, "split": [2 * (i % 2) or None for i in numbers]}])
+        for step in range(3):
+            for name, p in params:
+                p.grad = normal(4, 6, seed=step + 10 * int(name[5]))
+            optimizer.step()
+        return model, optimizer, dict(params)
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer, weights = build(0, 1, 2, 3)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    for numbers in ((2, 3), (3, 2, 1, 0)):
+        other, to, its = build(*numbers)
+        expected = [to.param_groups[0][key] for key in ("param_names", "split")]
+        set_optimizer_state_dict(other, to, copy.deepcopy(saved), options=options)
+        assert [to.param_groups[0][key] for key in ("param_names", "split")] == expected
+        for name, p in its.items():
+            own, there = to.state[p], optimizer.state[weights[name]]
+            assert own.keys() == there.keys()
+            assert all(same_bits(torch.as_tensor(v), torch.as_tensor(there[key])) for key, v in own.items())
 
 
 def one_matrix_each(weights):

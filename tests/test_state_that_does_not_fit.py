@@ -275,8 +275,11 @@ WRONG = {
     "another algorithm": (PRO, setting(0, algorithm="adamw"), "algorithm='adamw' of loaded group 0: it is 'matrix'"),
     "another rank": (PRO, setting(0, rank=5), "odd|fine"),
     "other units": (PRO, setting(0, init_eigenvalue=1.0), "fine .*has lambda_0, in whose units init_eigenvalue='auto'"),
-    "of KLShampoo": (PRO, made_anew(KL), "fine .*has R_Q, Q_R.* and no tensor U where"),
-    "of ProKLShampoo": (KL, made_anew(PRO), r"fine .*has U, S, Q_S.* and no tensor R_Q where"),
+    "of KLShampoo": (PRO, made_anew(KL), "Group 0 .* is KLShampoo's"),
+    "of ProKLShampoo": (KL, made_anew(PRO), "Group 0 .* is ProKLShampoo's"),
+    "options of AdamW that exclude each other": (PRO, setting(1, foreach=True, fused=True), "Group 1, of AdamW: "),
+    "options of a GPU": (PRO, setting(1, capturable=True), "Invalid capturable=True"),
+    "no group": (PRO, lambda state, groups: groups.__setitem__(1, {"lr": 0.1}), "Group 1 .* has no 'params'"),
     "of Adam": (PRO, of_another_optimizer("exp_avg"), r"fine has the state of another algorithm"),
     "of Muon": (PRO, of_another_optimizer("momentum_buffer"), "fine has the state of another algorithm"),
     "not finite": (PRO, entry(3, exp_avg=lambda t: t * math.nan), "table has exp_avg between nan and nan"),
@@ -306,6 +309,15 @@ def test_settings_of_another_optimizer_are_refused_without_its_state(other, cls)
     with refused(optimizer, r"Group 0 .* is another optimizer's: it has neither algorithm nor beta2"):
         optimizer.load_state_dict(theirs)
     assert optimizer.param_groups[0]["lr"] != 0.5
+
+
+@pytest.mark.parametrize("cls, other", [(PRO, KL), (KL, PRO)])
+def test_settings_of_the_other_method_are_refused_without_its_state(cls, other):
+    optimizer = cls([weight(4, 6)], lr=0.25)
+    before = copy.deepcopy(optimizer.param_groups[0])
+    with refused(optimizer, f"Group 0 .* is {other.__name__}'s"):
+        optimizer.load_state_dict(other([weight(4, 6)]).state_dict())
+    assert before.keys() == optimizer.param_groups[0].keys() and optimizer.param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW])

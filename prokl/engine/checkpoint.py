@@ -101,6 +101,11 @@ def prepare(
                 f"Group {i} of the loaded state dict is another optimizer's: it has neither algorithm nor {own}. To go "
                 "on from a run of it, load the model alone."
             )
+        if algorithm == "matrix" and "beta2" in loaded and ("variant" in loaded) != ("variant" in defaults):
+            whose = "ProKLShampoo's" if "variant" in loaded else "KLShampoo's"
+            raise ValueError(
+                f"Group {i} of the loaded state dict is {whose}: to go on from a run of it, load the model alone."
+            )
         if algorithm == "matrix":
             names = _names(loaded) or [f"weight {number}" for number in loaded["params"]]
             matrix.update(zip(loaded["params"], names, strict=False))
@@ -133,7 +138,11 @@ def has_no_settings(group: Group) -> bool:
 def check_form(state_dict: Any) -> None:
     """Raise TypeError or ValueError unless this is an optimizer's state dict; the message says how to get one."""
     keys = [*state_dict] if isinstance(state_dict, Mapping) else []
-    if not {"state", "param_groups"} <= {*keys}:
+    if {"state", "param_groups"} <= {*keys}:
+        for i, group in enumerate(state_dict["param_groups"]):
+            if not (isinstance(group, Mapping) and "params" in group):
+                raise ValueError(f"Group {i} of the loaded state dict has no 'params': {group!r} is no group.")
+    else:
         has = f"a dict of {', '.join(map(repr, keys[:3])) or 'nothing'}" if keys or state_dict == {} else None
         inside = [key for key in keys if isinstance(state_dict[key], Mapping) and "param_groups" in state_dict[key]]
         raise (ValueError if has else TypeError)(
@@ -151,7 +160,11 @@ def _by_name(group: Group, present: Group) -> Group:
     """
     if has_no_settings(group) and len(group["params"]) == len(present["params"]):
         return {**present, **group}
-    weights, names, own = group["params"], _names(group), _names(present)
+    weights = group["params"]  # by names of torch's, in which components that wrappers share with others may stay
+    names, own = (
+        [name if name in weights else unwrapped_name(name) for name in each.get("param_names", [])]
+        for each in (group, present)
+    )
     if weights == names or {*weights}.isdisjoint(names) or not {*weights} <= {*names, *own}:
         return group
     lists = {}
@@ -178,6 +191,8 @@ def _check_order(saved: list[Group], present: list[Group]) -> None:
     So it is of different numbers of weights, which torch refuses without a name.
     """
     there, here = ([name for group in groups for name in _names(group)] for groups in (saved, present))
+    if any(len(set(names)) < len(names) for names in (there, here)):  # as peft's of a module and its saved copy
+        there, here = ([n for group in groups for n in group.get("param_names", [])] for groups in (saved, present))
     if len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
     if len(there) != len(here):
@@ -272,7 +287,11 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
         ) from None
     for i, group in enumerate(state["param_groups"]):
         try:
-            check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
+            if group["algorithm"] == "adamw":
+                check_adamw(group)
+                adamw.check_options(group, i)
+            else:
+                method.check(group)
             weights = [*weights_of([group], i)]
             for weight in weights:
                 if weight.matrix:
