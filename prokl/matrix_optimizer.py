@@ -143,7 +143,8 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyper-parameter was set out of bounds, or one that a weight's state depends on was changed.
-            RuntimeError: a sparse gradient, or a CUDA graph is being captured. Nothing has moved then.
+            RuntimeError: a sparse gradient, a CUDA graph is being captured, ranks gave other weights, or the last step
+                of several ranks broke off. Nothing has moved then.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(

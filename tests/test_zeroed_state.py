@@ -135,7 +135,7 @@ def test_the_pieces_of_a_split_weight_that_begin_anew_are_told():
     fused, whole = weights_of(optimizer)
     for key in ("Q_L.0", "Q_L.1"):
         optimizer.state[fused][key].zero_()
-    with told_once(r"^The state of w0.0, w0.1 has zero eigenvalues, .* in 2 of \d matrices, .*begin anew", __file__):
+    with told_once(r"^The state of w0.0, w0.1 has zero inverse roots, .* in 2 of \d matrices, .*begin anew", __file__):
         give(weights_of(optimizer), 5)
         optimizer.step()
     assert [optimizer.state[fused][f"step.{i}"] for i in range(3)] == [0, 0, 5] and optimizer.state[whole]["step"] == 5

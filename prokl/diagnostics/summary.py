@@ -30,7 +30,7 @@ MANY_CLIPPED = 0.25
 MANY_IDLE = 0.5
 """Bound of ``idle_rows_worst``. It is 0 in healthy runs, and 0.84 or more where half of the vocabulary never occurs."""
 NO_BASIS = 0.1
-"""Bound of ``orthogonality_worst``. It is at most 3.8e-2 in 5,000 steps with a bfloat16 state (docs/findings.md)."""
+"""Bound of ``orthogonality_worst``. It is at most 6.4e-3 in 5,000 steps with a bfloat16 state (docs/findings.md)."""
 EARLY = 25
 """Steps in which much is bounded, and in which a weight behind others that start at zero need not have begun."""
 

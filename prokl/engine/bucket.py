@@ -321,10 +321,10 @@ class Bucket:
         if some := [b for b in begin if in_part[b]]:
             names = [member.name for member in self.members if not set(some).isdisjoint(member.rows)]
             self._messages.append(
-                f"The state of {', '.join(names[:3])}{', ...' * (len(names) > 3)} has zero eigenvalues, or bases that "
-                f"are not orthonormal, in {len(some)} of {self.layout.count} matrices, which no step can go on from: "
-                "they begin anew with the next gradient. To reset a weight, remove its state, optimizer.state.pop(p), "
-                "or zero all of it."
+                f"The state of {', '.join(names[:3])}{', ...' * (len(names) > 3)} has zero inverse roots, or bases "
+                f"that are not orthonormal, in {len(some)} of {self.layout.count} matrices, which no step can go on "
+                "from: they begin anew with the next gradient. To reset a weight, remove its state, "
+                "optimizer.state.pop(p), or zero all of it."
             )
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
