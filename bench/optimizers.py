@@ -4,6 +4,7 @@ The protocol is the paper's: every optimizer but AdamW handles the hidden matric
 and norms get AdamW with one learning rate, the same for all.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from bench import rivals
 from bench.training.cosmos import Cosmos
 from bench.training.online_kl_shampoo import OnlineKLShampoo
 from prokl.algorithm.settings import PRO_ADVANCED
+from prokl.algorithm.shapes import alpha_kl_bracket, effective_rank
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
 CLIP = PRO_ADVANCED["clip_threshold"]
@@ -47,6 +49,7 @@ class Hyper:
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
     qk_pieces: int = 1  # equal pieces of the rows of each query and key weight, stepped as weights of their own
     qk_rate: float = 1.0  # times lr: the rate of query and key weights
+    qk_alpha: float = 1.0  # times an "auto" alpha_kl: that of query and key weights of one shape
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,18 @@ def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
         rank=h.rank,
         heads=False,  # whole weights, as the paper's and as all recorded rows
     )
-    if (h.qk_pieces, h.qk_rate) == (1, 1.0):
+    if (h.qk_pieces, h.qk_rate, h.qk_alpha) == (1, 1.0, 1.0):
         return groups
     found = []
     for group in groups:
         if group["algorithm"] == "matrix":
             query_key = [named for named in group["params"] if named[0].split(".")[-2] in ("q_proj", "k_proj")]
             own = {"split": h.qk_pieces if h.qk_pieces > 1 else None, "lr": h.lr * h.qk_rate}
+            if h.qk_alpha != 1:
+                rows, columns = query_key[0][1].shape
+                m, n = sorted((rows // h.qk_pieces, columns))
+                bracket = alpha_kl_bracket(m, n, effective_rank(h.rank or "auto", m, n))
+                own["alpha_kl"] = h.qk_alpha * math.sqrt(math.prod(bracket))
             found.append(group | own | {"params": query_key})
             group = group | {"params": [named for named in group["params"] if named not in query_key]}
         found.append(group)

@@ -15,6 +15,7 @@ from bench.models import CONFIGS, Transformer
 from bench.optimizers import Hyper
 from bench.training.cosmos import Cosmos
 from bench.training.online_kl_shampoo import OnlineKLShampoo
+from prokl.algorithm.settings import pro_hyper
 
 
 class Recorded:
@@ -108,6 +109,15 @@ def test_every_method_has_the_rate_of_query_and_key(method, count):
     rates = [group["lr"] for group in matrices.param_groups for _ in group["params"]]
     assert len(others) == count - 1
     assert rates.count(0.04) == 2 * own.config.layers and set(rates) <= {0.04, 0.01, 0.003}
+
+
+def test_queries_and_keys_have_so_many_times_the_weight_that_auto_gives_a_piece():
+    own = llama()
+    (optimizer,) = optimizers.build(own, Hyper(optimizers.PRO, 0.01, 0.003, qk_pieces=6, qk_alpha=8.0), None)
+    query_key, rest = (group for group in optimizer.param_groups if group["algorithm"] == "matrix")
+    assert len(query_key["params"]) == 2 * own.config.layers and rest["alpha_kl"] == "auto"
+    auto = pro_hyper(query_key | {"alpha_kl": "auto"}, 16, 96, torch.float32, torch.device("cpu")).alpha_kl
+    assert query_key["alpha_kl"] == pytest.approx(8 * auto)
 
 
 def test_muon_steps_a_piece_as_a_weight_of_its_own_bit_for_bit():

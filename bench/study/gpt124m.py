@@ -12,8 +12,8 @@ with 0.02, with rank 32 at 0.0133, with whole weights, and unchanged on a second
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns; then the former with whole weights, the latter
    by heads.
 3. Changes of Pro-KLShampoo, one at a time, which stood behind 5 until Muon led in eleven runs. The first have more
-   frequent refreshes, then fewer iterations of Newton-Schulz. The next have rank 2 and 8 at Muon's best rate, rank 2
-   also two steps below: what is left beside Muon is the whitening of the short side, and little more.
+   frequent refreshes, then fewer iterations of Newton-Schulz. The next have rank 2 at Muon's best rate and two steps
+   below: what is left beside Muon is the whitening of the short side, and little more.
 4. KL-Shampoo, Muon and the paper's form at their first rates, further searches, SOAP at its first rate.
 5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo on two more seeds, with a weight decay, and what is
    left of the other searches.
@@ -174,7 +174,8 @@ def changes(of: Trial, muon: Trial) -> Iterator[Trial]:
     """Yield the trials of Pro-KLShampoo with a setting changed, or two that belong together, and one of Muon's."""
     (smallest, _, largest), muon_lr = of.scale.ranks, muon.hyper.lr
     yield of.changed("early refreshes")  # the default since 0.7; rows before it have the first one in step 10
-    # On tokens higher rates of queries and keys end lower, for both: docs/findings.md.
+    # On tokens queries and keys want more of the subspace, and higher rates, which both have: docs/findings.md.
+    yield of.changed("query and key with eight times alpha_kl", qk_alpha=8.0)
     yield of.changed("query and key at Muon's rate", qk_rate=muon_lr / of.hyper.lr)
     yield muon.changed("query and key at twice the rate", qk_rate=2.0)
     yield of.changed("a refresh every 3", precondition_frequency=3)
@@ -183,7 +184,6 @@ def changes(of: Trial, muon: Trial) -> Iterator[Trial]:
     # The subspace's part has the size of any other of the m directions with 1 / sqrt(m).
     for lr in (muon_lr, rounded(muon_lr / STEP**2)):
         yield of.changed("rank 2, alpha_kl 0.036", rank=2, alpha_kl=0.036, lr=lr)
-    yield of.changed("rank 8", rank=8, lr=muon_lr)
     yield of.changed("beta2 0.98", beta2=0.98)
     yield of.changed("no bound", bounded=False)  # it acts on 1 % of steps, perhaps just where losses fall fast
     yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
