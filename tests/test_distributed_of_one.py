@@ -154,17 +154,18 @@ def test_reordered_weights_take_their_own_state(cls, route, tmp_path):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("component", ["layer", "module", "base_layer"])
-def test_weights_of_other_stages_keep_components_that_wrappers_share(component, flat):
+@pytest.mark.parametrize("wrapper", ["", "module."], ids=["", "DDP"])
+def test_weights_of_other_stages_keep_components_that_wrappers_share(wrapper, component, flat):
     """Torch names such weights whole, and takes no wrapper of its own out of them."""
 
     def build(*numbers):
         layers = {f"stage{i}": torch.nn.ModuleDict({component: torch.nn.Linear(6, 4, bias=False)}) for i in numbers}
         model = torch.nn.ModuleDict(layers)
-        params = [(name, p) for name, p in model.named_parameters()]
+        params = [(wrapper + name, p) for name, p in model.named_parameters()]
         optimizer = PRO([{"params": params, "split": [2 * (i % 2) or None for i in numbers]}])
         for step in range(3):
             for name, p in params:
-                p.grad = normal(4, 6, seed=step + 10 * int(name[5]))
+                p.grad = normal(4, 6, seed=step + 10 * int(name.removeprefix(wrapper)[5]))
             optimizer.step()
         return model, optimizer, dict(params)
 

@@ -98,7 +98,7 @@ class SecondStream(AbstractContextManager[None]):
 def _second(device: torch.device, stream: int, priority: int) -> Any:
     """Return the stream beside another, so that what one thread captures is no other one's.
 
-    No two are the same: memory that one has freed would be written by the other before the first's neighbour reads it.
+    No two of the first 32 are the same: the other would write memory that one has freed before its neighbour reads it.
     """
     for _ in range(32):  # as many as torch has of a priority, which it gives in turn
         second = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

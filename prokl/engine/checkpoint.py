@@ -139,7 +139,8 @@ def check_form(state_dict: Any) -> None:
     """Raise TypeError or ValueError unless this is an optimizer's state dict; the message says how to get one."""
     keys = [*state_dict] if isinstance(state_dict, Mapping) else []
     if {"state", "param_groups"} <= {*keys}:
-        for i, group in enumerate(state_dict["param_groups"]):
+        groups = state_dict["param_groups"]
+        for i, group in enumerate(groups if isinstance(groups, list) else [groups]):
             if not (isinstance(group, Mapping) and "params" in group):
                 raise ValueError(f"Group {i} of the loaded state dict has no 'params': {group!r} is no group.")
     else:
@@ -160,10 +161,14 @@ def _by_name(group: Group, present: Group) -> Group:
     """
     if has_no_settings(group) and len(group["params"]) == len(present["params"]):
         return {**present, **group}
-    weights = group["params"]  # by names of torch's, in which components that wrappers share with others may stay
+    weights = group["params"]
+    # Torch's names are without its own wrappers, but may have components that wrappers share with others.
+    theirs = {unwrapped_name(w): w for w in weights if isinstance(w, str)}
+    if len(theirs) < len(weights):  # numbers, or peft's module and its saved copy
+        theirs = {w: w for w in weights}
     names, own = (
-        [name if name in weights else unwrapped_name(name) for name in each.get("param_names", [])]
-        for each in (group, present)
+        [theirs.get(name, theirs.get(unwrapped_name(name), unwrapped_name(name))) for name in each]
+        for each in (group.get("param_names", []), present.get("param_names", []))
     )
     if weights == names or {*weights}.isdisjoint(names) or not {*weights} <= {*names, *own}:
         return group
@@ -287,11 +292,7 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
         ) from None
     for i, group in enumerate(state["param_groups"]):
         try:
-            if group["algorithm"] == "adamw":
-                check_adamw(group)
-                adamw.check_options(group, i)
-            else:
-                method.check(group)
+            check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
             weights = [*weights_of([group], i)]
             for weight in weights:
                 if weight.matrix:
@@ -300,6 +301,11 @@ def restore(state: dict[str, Any], method: Method, optimizer: str, check_values:
             raise ValueError(
                 f"Group {i} of the loaded state dict: {error} Correct it there, or load one of this model."
             ) from None
+        if group["algorithm"] == "adamw" and check_values:
+            try:
+                adamw.check_options(group, i)
+            except ValueError as error:
+                raise ValueError(f"The loaded state dict: {error}") from None
         for weight in weights:
             p, entry = weight.p, {k: unwrapped(v) for k, v in state["state"].get(weight.p, {}).items()}
             if weight.matrix:
