@@ -1,5 +1,6 @@
 """Run what the documents show."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,19 +132,22 @@ def test_the_shown_muon_steps_each_head_by_itself():
             assert torch.equal(W, torch.cat(pieces[name])) and torch.equal(W, before[name]) == (W.grad is None)
 
 
-def test_the_shown_division_gives_a_weight_its_rate_and_pieces():
+def test_the_shown_division_gives_a_weight_its_alpha_and_pieces():
     model = nn.ModuleDict({"layers": nn.ModuleList(Block(24) for _ in range(2))})
     scope = {"model": model}
-    exec(block_of_groups("factors"), scope)
+    exec(block_of_groups("alpha_kl"), scope)
     found = {}
     for group in scope["optimizer"].param_groups:
         splits = group.get("split", [None] * len(group["params"]))
-        found |= {name: (group["lr"], split) for name, split in zip(group["param_names"], splits, strict=True)}
+        own = (group["lr"], group.get("alpha_kl"))
+        found |= {name: (*own, split) for name, split in zip(group["param_names"], splits, strict=True)}
     assert found.keys() == dict(model.named_parameters()).keys()
     for i in range(2):
-        assert found[f"layers.{i}.q.weight"] == found[f"layers.{i}.k.weight"] == (2 * 0.02, 12)
-        assert found[f"layers.{i}.out.weight"] == (0.02, None)
-        assert found[f"layers.{i}.norm.weight"] == (3e-3, None)
+        assert found[f"layers.{i}.q.weight"] == found[f"layers.{i}.k.weight"] == (0.02, 1.4 / 768**0.5, 12)
+        assert found[f"layers.{i}.out.weight"] == (0.02, "auto", None)
+        assert found[f"layers.{i}.norm.weight"] == (3e-3, None, None)
+    auto = math.sqrt(math.prod(prokl.diagnostics.alpha_kl_bracket(64, 768, 10)))
+    assert 1.4 / 768**0.5 == pytest.approx(4 * auto, rel=0.02)
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda d: d.name)
