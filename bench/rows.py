@@ -54,7 +54,7 @@ COLUMNS = {
     **_columns(real="optimizer_median_ms optimizer_longest_ms host_ms tokens_per_second wall_seconds matmul_tflops"),
     **_columns(whole="clipped"),
     # A run's settings.
-    **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2 qk_rate qk_alpha"),
+    **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2 qk_rate"),
     **_columns(whole="qk_pieces qk_rank vo_pieces"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context parameters"),
     **_columns("autocast compiled state_dtype", "steps eval_windows batch micro_batch"),

@@ -142,7 +142,7 @@ __device__ T deviation(const Sum<T>& N, int b, int k, int first, int rows, T* sc
 // Elements of one matrix of many columns to work with: two a column, then its deviations.
 __host__ __device__ constexpr int work_of(int k) { return 2 * k + (k + ROWS - 1) / ROWS; }
 
-// work (B,work_of(k)) <- behind its 2 k, deviations of runs of ROWS rows, which take one block of threads long.
+// work (B,work_of(k)) takes, behind 2 k elements, the deviations of runs of ROWS rows: a whole one takes a block long.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, T* work) {
     const int first = blockIdx.x * ROWS;

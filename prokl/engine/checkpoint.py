@@ -140,7 +140,7 @@ def check_form(state_dict: Any) -> None:
     keys = [*state_dict] if isinstance(state_dict, Mapping) else []
     if {"state", "param_groups"} <= {*keys}:
         groups = state_dict["param_groups"]
-        for i, group in enumerate(groups if isinstance(groups, list) else [groups]):
+        for i, group in enumerate(groups if isinstance(groups, (list, tuple)) else [groups]):
             if not (isinstance(group, Mapping) and "params" in group):
                 raise ValueError(f"Group {i} of the loaded state dict has no 'params': {group!r} is no group.")
     else:
